@@ -35,6 +35,36 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_marked(name: str, value: str) -> int:
+    """Kills the processes of this user that were started with the environment variable `name` at `value`; returns how many.
+
+    Programs inherit it whatever session or process group they are in, so it finds daemons. Linux only; kills none elsewhere.
+    """
+    wanted, killed = f"{name}={value}".encode(), 0
+    for _ in range(8):  # for what they start meanwhile
+        found = [pid for pid in _processes() if wanted in _environment(pid)]
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        if not found:
+            break
+    return killed
+
+
+def _processes() -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and int(entry) != os.getpid()]
+    return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    """What a process was started with; nothing for one of another user, and for one that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
 def raise_file_limit() -> int:
     """Lets this process open as many files as its hard limit allows, which is told: a driver with thousands of episodes needs a socket for
     each, and shells start programs with 1,024."""

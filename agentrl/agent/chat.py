@@ -258,8 +258,9 @@ def load_chat(folder: str, template: str | None = None, *, tool_format: str | No
 
     Tokenizer and template are tried in a process of its own before (`try_tokenizer`).
     """
+    load = auto_tokenizer().from_pretrained  # first, so that a missing package is told as such
     try_tokenizer(folder, template)
-    tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template
     return ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)

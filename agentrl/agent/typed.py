@@ -81,7 +81,7 @@ def tool(
 
     A task names it by reference: `mytools:search`. What the agent is told comes from the function: parameters and their types, the
     docstring before its sections, and the entries of `Args`. Types are those that pydantic can write as JSON schema: str, int, float,
-    bool, Literal, list, dict, Optional, dataclasses. A parameter annotated `Sandbox` gets the episode's sandbox, one annotated `TaskData`
+    bool, Literal, Enum, list, dict, Optional, dataclasses. A parameter annotated `Sandbox` gets the episode's sandbox, one annotated `TaskData`
     what may be known of its task, one annotated `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`, or a value
     that is shown as JSON. A function
     that is not `async` runs in a thread.

@@ -19,6 +19,7 @@ from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
 from agentrl.run.folder import finished
 from agentrl.run.policies import find_policy
+from agentrl.run.requests import Requests
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
@@ -76,6 +77,11 @@ def evaluate(
     repeats: Annotated[int | None, typer.Option(help="Attempts at each case. Default: what the case says, else its suite.")] = None,
     threshold: Annotated[float, typer.Option(help="Score from which an attempt has passed; of a case, where it has none, the mean.")] = 1.0,
     key_env: Annotated[str, typer.Option(help="With --policy URL: environment variable that holds the key.")] = "",
+    request: Annotated[
+        list[str] | None, typer.Option(help="With --policy URL: a further key of each request, KEY=VALUE; temperature=null sends none.")
+    ] = None,
+    header: Annotated[list[str] | None, typer.Option(help="With --policy URL: a further header, NAME=env:VARIABLE or file:PATH.")] = None,
+    tokens_name: Annotated[str, typer.Option(help="With --policy URL: what its server calls max_tokens.")] = "",
     junit: Annotated[Path | None, typer.Option(help="With --policy: write JUnit XML there.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="With --policy: keep the results in the cases, as their baselines.")] = False,
     model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION; with --policy URL the model's name there.")] = None,
@@ -98,7 +104,8 @@ def evaluate(
         more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
-        found = find_policy(policy, model_name=model or "", key_env=key_env)
+        requests = Requests.of(request or (), header or (), tokens_name)
+        found = find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
         if recipe.is_file():
             if len(named) > 1 or junit is not None or pin:
                 raise UserError(
@@ -111,8 +118,9 @@ def evaluate(
             named, found, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
         )
         return
-    if junit is not None or pin or key_env:
-        raise UserError("--junit, --pin and --key-env are for a policy that is held to suites", fix="agentrl eval SUITE --policy POLICY")
+    if junit is not None or pin or key_env or request or header or tokens_name:
+        told = "--junit, --pin, --key-env, --request, --header and --tokens-name"
+        raise UserError(f"{told} are for a policy that is held to suites", fix="agentrl eval SUITE --policy POLICY")
     if recipe.is_dir():
         raise UserError(f"{recipe} is a folder: which policy is asked?", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
     if suite is None and (repeats is not None or threshold != 1.0):

@@ -22,6 +22,7 @@ from agentrl.failure.tell import line
 from agentrl.run.outcomes import CaseOutcome, Verdict, details, see_more, short
 from agentrl.run.policies import NamedPolicy, find_policy
 from agentrl.run.regressions import Evaluated, Prepared, evaluate, prepared
+from agentrl.run.requests import Requests
 from agentrl.usercode import describe
 
 _LOOK_S = 0.5  # between two looks while an item waits, so that ctrl-C is heard
@@ -154,6 +155,9 @@ class Cases:
                 config.getoption("agentrl_policy"),
                 model_name=config.getoption("agentrl_model"),
                 key_env=config.getoption("agentrl_key_env"),
+                requests=Requests.of(
+                    config.getoption("agentrl_request"), config.getoption("agentrl_header"), config.getoption("agentrl_tokens_name")
+                ),
             )
             suites = [suite for folder in config.getoption("agentrl_suite") for suite in find_suites(Path(folder))]
         except UserError as error:

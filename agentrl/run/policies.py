@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from agentrl.recipe import Recipe, build, load
 from agentrl.reward.judges.endpoint import checked_url
 from agentrl.run import suite_tasks
 from agentrl.run.models import CARRIED, SAMPLING
+from agentrl.run.requests import Requests
 from agentrl.weights.model_folder import read_json
 
 _LONGEST_CONTEXT = 1 << 20
@@ -47,6 +48,7 @@ class NamedPolicy:
     run: Path | None = None  # whose recipe says how it is served
     model_name: str = ""  # of an endpoint's model
     key_env: str = ""  # environment variable that holds an endpoint's key; empty: it wants none
+    requests: Requests = field(default_factory=Requests)  # to an endpoint
 
     @property
     def served(self) -> bool:
@@ -59,15 +61,20 @@ class NamedPolicy:
         return int(Path(self.model).name) if self.source is Source.VERSION else 0
 
 
-def find_policy(named: str, *, model_name: str = "", key_env: str = "") -> NamedPolicy:
+def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests: Requests | None = None) -> NamedPolicy:
     """Raises `UserError` where a name stands for none, or where the model's name lacks, or is one too many."""
     if named.startswith(("http://", "https://")):
         if not model_name:
             raise UserError("an endpoint serves models by name, and there is none", fix="name it with --model (--agentrl-model in pytest)")
         checked_url(named)
-        return NamedPolicy(source=Source.ENDPOINT, name=f"{model_name} at {named}", model=named, model_name=model_name, key_env=key_env)
-    if model_name or key_env:
-        raise UserError("the name of a model and a key are for an endpoint", fix="give --policy http(s)://HOST/v1, or leave them out")
+        asked = requests or Requests()
+        name = f"{model_name} at {named}{asked.told and f' ({asked.told})'}"
+        return NamedPolicy(source=Source.ENDPOINT, name=name, model=named, model_name=model_name, key_env=key_env, requests=asked)
+    if model_name or key_env or (requests or Requests()) != Requests():
+        raise UserError(
+            "the name of a model, a key, and keys and headers of requests are for an endpoint",
+            fix="give --policy http(s)://HOST/v1, or leave them out",
+        )
     if (found := version_folder(named)) is not None:
         run, folder = found
         return NamedPolicy(source=Source.VERSION, name=named, model=str(folder), run=run)

@@ -395,11 +395,13 @@ def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:
         url=policy.model,
         model=policy.model_name,
         key_env=policy.key_env,
-        temperature=sampling.temperature,
+        temperature=None if policy.requests.without_temperature else sampling.temperature,
+        tokens_name=policy.requests.tokens_name,
+        headers=policy.requests.headers,
         timeout_s=serving.request_timeout_s,
         patience_s=serving.startup_timeout_s,
         concurrency=recipe.rollout.concurrency,
         max_bytes=max(1 << 20, BYTES_PER_TOKEN * recipe.policy.max_model_len),
     )
-    further = {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
+    further = {**policy.requests.keys, **({"top_p": sampling.top_p} if sampling.top_p < 1 else {})}
     return ChatAgent(endpoint=endpoint, sampling=further, instructions=recipe.rollout.instructions)

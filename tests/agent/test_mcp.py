@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -17,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentrl.agent import load_tools
+from agentrl.agent.arguments import problems
 from agentrl.agent.invoke import Called, call_tool
 from agentrl.agent.mcp.messages import Wrong
 from agentrl.agent.mcp.offers import Offer, changed, offer, offers
-from agentrl.agent.mcp.places import SESSION
+from agentrl.agent.mcp.places import SESSION, Events
 from agentrl.agent.mcp.servers import Connection, RunTools, Server
 from agentrl.agent.provoked import CallRecord
 from agentrl.agent.tools import Bounds
@@ -250,10 +254,15 @@ class Scripted(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     ended: list[str] = []  # noqa: RUF012
     heard: list[str] = []  # noqa: RUF012
+    revisions: list[tuple[str, str | None]] = []  # noqa: RUF012
+    ponged = threading.Event()
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if "id" not in asked:
+        self.revisions.append((asked.get("method", ""), self.headers["mcp-protocol-version"]))
+        if asked.get("id") == "p" and asked.get("result") == {}:
+            self.ponged.set()
+        if "id" not in asked or "method" not in asked:
             return self.answer(202, b"")
         if self.path == "/elsewhere":
             self.send_response(307)
@@ -270,6 +279,8 @@ class Scripted(BaseHTTPRequestHandler):
                 return self.answer(int(self.path.rpartition("/")[2]), b"no")
             if self.path in ("/empty", "/page"):
                 return self.answer(200, b"" if self.path == "/empty" else b"<html>we are down for maintenance</html>")
+            if self.path in SLOW:
+                return self.drip(*SLOW[self.path], asked["id"])
             if self.path in ("/drop", "/hang"):
                 time.sleep(2.0 if self.path == "/hang" else 0.0)
                 return self.connection.shutdown(socket.SHUT_RDWR)
@@ -290,11 +301,44 @@ class Scripted(BaseHTTPRequestHandler):
         self.send_header("content-type", kind)
         self.send_header("mcp-session-id", "s1")
         self.send_header("content-length", str(len(body)))
+        if self.path == "/closing":
+            self.send_header("connection", "close")
         self.end_headers()
         self.wfile.write(body)
-        self.close_connection = self.path == "/closing"
+
+    def drip(self, kind: str, begun: bytes, number: int) -> None:
+        """A body without an end that is known before. A ping is waited for before the answer; anything else has none."""
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        try:
+            self.wfile.write(begun)
+            if b"ping" in begun:
+                reply = {"content": [{"type": "text", "text": f"ponged: {self.ponged.wait(3.0)}"}]}
+                data = b"data: " + json.dumps({"jsonrpc": "2.0", "id": number, "result": reply}).encode() + b"\n\n"
+                self.wfile.write(chunk(data) + b"0\r\n\r\n")
+            else:
+                time.sleep(4.0)
+        except OSError:
+            pass
+        self.close_connection = True
 
     def log_message(self, *_: Any) -> None: ...
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+EVENTS = "text/event-stream"
+SLOW = {
+    "/pings": (EVENTS, chunk(b'data: {"jsonrpc": "2.0", "id": "p", "method": "ping"}\n\n')),
+    "/lines": (EVENTS, chunk(b"\n" * 3_000_000)),
+    "/pieces": (EVENTS, chunk(b"\n") * 200_000),
+    "/bytes": ("application/json", chunk(b" ") * 200_000),
+    "/text": ("text/plain", chunk(b"we are down for maintenance")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +368,83 @@ async def test_a_server_over_http(address: str) -> None:
         async with Episode(replace(server, config=MCPConfig(url=url))) as episode:
             with pytest.raises(InfrastructureError):
                 await episode.use("echo", text="a")
+
+
+async def test_a_server_over_http_is_told_the_revision_that_it_chose(address: str) -> None:
+    Scripted.revisions.clear()
+    async with Episode(over_http(address + "/json")) as episode:
+        assert (await episode.use("echo", text="a")).outcome.ok
+    told = dict(Scripted.revisions)
+    assert told.pop("initialize") is None and set(told.values()) == {"2025-06-18"} and "tools/call" in told
+
+
+async def test_a_ping_inside_a_stream_is_answered_before_the_answer_comes(address: str) -> None:
+    Scripted.ponged.clear()
+    async with Episode(over_http(address + "/pings")) as episode:
+        assert (await episode.use("echo", text="a")).outcome.output == "ponged: True"
+
+
+@pytest.mark.parametrize("path", ["/lines", "/pieces", "/bytes", "/text"])
+async def test_an_answer_that_is_none_ends_soon_and_holds_nothing_up(path: str, address: str) -> None:
+    """Tiny pieces cost more than their bytes, and what is neither JSON nor events is no answer whatever follows."""
+    loop, lags = asyncio.get_running_loop(), [0.0]
+
+    async def watch() -> None:
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            lags.append(loop.time() - before - 0.01)
+
+    async with Episode(over_http(address + path)) as episode:
+        watching, started = asyncio.create_task(watch()), time.monotonic()
+        with pytest.raises(ToolUnavailable, match="tool echo: "):
+            await episode.use("echo", replace(LIMITS, tool_timeout_s=2.0), text="a")
+        assert time.monotonic() - started < (1.5 if path == "/text" else 3.5) and max(lags) < 0.7
+        watching.cancel()
+
+
+@given(events=st.lists(st.sampled_from([b"", b"{}", b"a\nb", b"\xff"]), max_size=6), crlf=st.booleans(), cuts=st.lists(st.integers(0, 200)))
+def test_events_are_the_same_in_whatever_pieces_they_come(events: list[bytes], crlf: bool, cuts: list[int]) -> None:
+    text = b"".join(b"".join(b"data: " + line + b"\n" for line in event.split(b"\n") if event) + b": x\n\n" for event in events)
+    text = text.replace(b"\n", b"\r\n") if crlf else text
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    stream = Events()
+    found = [data for begin, end in itertools.pairwise(places) for data in stream.feed(text[begin:end])]
+    assert found == [event for event in events if event] and stream.held == 0
+
+
+async def test_what_a_program_outside_leaves_behind_ends_with_its_episode(tmp_path: Path) -> None:
+    """A daemon has left the process group and the session of the program that began it."""
+    daemon = "import os, time; os.setsid(); open('daemon', 'w').write(str(os.getpid())); time.sleep(60)"
+    begin = (
+        f"import subprocess, sys, os, time\nif os.fork() == 0:\n    os.setsid()\n    subprocess.Popen([sys.executable, '-c', {daemon!r}]"
+    )
+    begin += ", stdin=-3, stdout=-3, stderr=-3)\n    os._exit(0)\n"
+    begin += "while not os.path.exists('daemon') or not open('daemon').read():\n    time.sleep(0.01)\n"
+    (tmp_path / "server.py").write_text(begin + HOSTILE.read_text())
+    server = pinned(Server(name="it", config=MCPConfig(host_command=(sys.executable, "server.py", "honest")), root=tmp_path))
+    async with Episode(server) as episode:
+        assert (await episode.use("echo", text="a")).outcome.ok
+        pid = int((tmp_path / "daemon").read_text())
+        os.kill(pid, 0)
+    ended = time.monotonic() + 5.0
+    while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < ended, "it goes on"
+        await asyncio.sleep(0.02)
+
+
+def test_properties_by_pattern_are_left_to_the_server() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"headers": {"type": "object", "patternProperties": {"^x-": {"type": "string"}}, "additionalProperties": False}},
+        "patternProperties": {"^[a-z ]+$": {}},
+        "additionalProperties": False,
+    }
+    made = offer({"name": "send", "inputSchema": schema})
+    assert made.parameters == {"type": "object", "properties": {"headers": {"type": "object"}}}
+    assert problems(made.schema, {"headers": {"x-a": "1"}, "some thing": 2}) == ""
+    named = {"type": "object", "properties": {"patternProperties": {"type": "object", "additionalProperties": False}}}
+    assert offer({"name": "send", "inputSchema": named}).parameters == named, "a property of that name is one"
 
 
 OVER_HTTP = [

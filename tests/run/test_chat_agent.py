@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from agentrl.errors import UserError
 from agentrl.failure.case import Suite
+from agentrl.reward.judges import Endpoint
 from agentrl.run.policies import find_policy
 from agentrl.run.regressions import Evaluated, evaluate, prepared
+from agentrl.run.requests import Requests
 from agentrl.testing import ChatServer, Says
 from tests.run.suite_parts import HERE, make_case, make_suite
 
@@ -74,6 +77,53 @@ async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> No
     assert (body["messages"][0]["role"], body["messages"][0]["content"]) == ("system", "Look first.")
     assert [tool["function"]["description"] for tool in body["tools"] if tool["function"]["name"] == "submit"] == ["Hand in."]
     assert done.results.attempts[0].task_key == suite.cases[0].key, "the same case, to be compared"
+
+
+async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THEIR_KEY", "k-456-very-secret")
+    requests = Requests.of(
+        ["reasoning_effort=low", "temperature=null", 'extra={"a": [1]}'], ["api-key=env:THEIR_KEY"], "max_completion_tokens"
+    )
+    with ChatServer([SUBMIT]) as server:
+        policy = find_policy(server.url, model_name="m", requests=requests)
+        with prepared(policy, [suite], overrides=QUICK) as given:
+            (done,) = await evaluate(given, console=False)
+        plain = find_policy(server.url, model_name="m")
+    (one,) = server.requests
+    assert one["headers"]["api-key"] == "k-456-very-secret" and (one["body"]["reasoning_effort"], one["body"]["extra"]) == (
+        "low",
+        {"a": [1]},
+    )
+    assert one["body"]["max_completion_tokens"] == 256 and not {"max_tokens", "temperature"} & one["body"].keys()
+    assert (
+        done.outcomes[0].verdict == "passed" and policy.name == plain.name + ' (reasoning_effort="low", extra={"a": [1]}, no temperature)'
+    )
+    assert "very-secret" not in "".join(path.read_text() for path in done.folder.parent.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("requested", "headers", "reason"),
+    [
+        (["temperature=0.5"], [], r"set evaluation\.temperature, or --request temperature=null"),
+        (["max_tokens=5"], [], r"limits\.turn_tokens"),
+        (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
+        (["messages=[]"], [], "the case says"),
+        (["effort"], [], "there is no = in it"),
+        (["api_key=sk-12345678901234567890"], [], "holds a secret"),
+        ([], ["api-key"], "there is no = in it"),
+    ],
+)
+def test_requests_that_are_said_elsewhere_or_not_at_all_are_refused(requested: list[str], headers: list[str], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        Requests.of(requested, headers, "")
+    with pytest.raises(UserError, match="are for an endpoint"):
+        find_policy("runs/x@1", requests=Requests.of(["a=1"], [], ""))
+
+
+@pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
+def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="is no further header with a reference as its value"):
+        Endpoint(url="http://127.0.0.1:1/v1", model="m", headers=headers)
 
 
 @pytest.mark.parametrize(

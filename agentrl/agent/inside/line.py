@@ -27,6 +27,19 @@ STDERR_BYTES = 2000  # of its last words
 REFUSED = {"code": -32601, "message": "not supported"}
 
 
+def reply_to(message: bytes) -> bytes | None:
+    """What a request of the program's own is answered: `ping` with nothing, and anything else is refused. None: it is no request."""
+    try:
+        value = json.loads(message)
+    except (ValueError, RecursionError):
+        return None
+    number = value.get("id") if isinstance(value, dict) and "method" in value else None
+    if not isinstance(number, (int, str)):
+        return None
+    answer = {"result": {}} if value["method"] == "ping" else {"error": REFUSED}
+    return json.dumps({"jsonrpc": "2.0", "id": number, **answer}).encode()
+
+
 class Line:
     """One running program. Raises `OSError` when it cannot be started."""
 
@@ -122,9 +135,8 @@ class Line:
         number = value.get("id")
         if "method" not in value:
             return until is not None and number == until and not isinstance(number, bool)
-        if isinstance(number, (int, str)):
-            answer = {"result": {}} if value["method"] == "ping" else {"error": REFUSED}
-            self.to_write += json.dumps({"jsonrpc": "2.0", "id": number, **answer}).encode() + b"\n"
+        if (reply := reply_to(line)) is not None:
+            self.to_write += reply + b"\n"
         return False
 
     def failed(self, why: str) -> tuple[str, bytes]:

@@ -58,7 +58,9 @@ def offer(given: Any) -> Offer:
         raise Wrong(f"the tool {name} without a schema of type object")
     if not isinstance(parameters.get("properties", {}), Mapping) or not isinstance(parameters.get("required", []), list):
         raise Wrong(f"the tool {name} with properties that are no object, or required that is no list")
-    kept: dict[str, Any] = _without(_checked(parameters, name, MAX_DEPTH), ("title",))  # which repeats names, and costs tokens
+    kept: dict[str, Any] = _without(
+        _checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",)
+    )  # which repeats names, and costs tokens
     kept.setdefault("properties", {})
     kept.pop("$schema", None)
     if missing := [one for one in kept.get("required", []) if not isinstance(one, str) or one not in kept["properties"]]:
@@ -96,6 +98,21 @@ def changed(pinned: Sequence[Offer], listed: Sequence[Any]) -> str:
         if shape != one.shape:
             return f"the tool {one.name} takes other arguments"
     return ""
+
+
+def _unpatterned(value: Any, levels: int = MAX_DEPTH, *, names: bool = False) -> Any:
+    """A schema without `patternProperties`, whose keys are patterns and no names: such an object may then have any other properties.
+
+    Args:
+        names: the keys of `value` are names, and no keywords.
+    """
+    if levels <= 0 or not isinstance(value, Mapping | list | tuple):
+        return value
+    if not isinstance(value, Mapping):
+        return [_unpatterned(item, levels - 1) for item in value]
+    open_ = not names and isinstance(value.get("patternProperties"), Mapping)
+    kept = {key: item for key, item in value.items() if not (open_ and key in ("patternProperties", "additionalProperties"))}
+    return {key: _unpatterned(item, levels - 1, names=not names and key in ("properties", "$defs")) for key, item in kept.items()}
 
 
 def _checked(value: Any, name: str, levels: int) -> Any:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl import secrets, usercode
 from agentrl.agent.inside import line as inside_line
-from agentrl.agent.mcp.messages import Refused, clean
+from agentrl.agent.mcp.messages import REVISIONS, Refused, clean
+from agentrl.processes import kill_marked
 from agentrl.protocols import Sandbox
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ _OF_THE_REQUEST = (400, 413, 414, 415, 422, 431)
 _SLACK_S = 5.0  # that a sandbox may take beyond the time that the program is given
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; no key of anybody's is among them
 _MOST_STDERR = 300
+_MOST_PIECES = 4096  # of one answer over HTTP, beyond those that are full
+_FULL_PIECE = 64  # bytes
+_MOST_REQUESTS = 16  # of a server's own, while it answers one question
+_MARK = "AGENTRL_MCP"
+"""Environment variable of a program on this machine, and of all that it starts."""
 
 ENDINGS: Mapping[str, str] = {
     "ended": "mcp_died",
@@ -103,13 +109,15 @@ class OnHost:
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        self._argv, self._env, self._cwd = tuple(argv), {**kept, **env}, str(cwd)
+        self._mark = os.urandom(16).hex()
+        self._argv, self._env, self._cwd = tuple(argv), {**kept, **env, _MARK: self._mark}, str(cwd)
         self._line: inside_line.Line | None = None
-        self._asking: asyncio.Task[tuple[str, bytes]] | None = None
+        self._started = False
 
     async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         if begin:
             await self.close()
+            self._started = True
             try:
                 self._line = inside_line.Line(self._argv, self._env, self._cwd)
             except (OSError, ValueError) as error:
@@ -130,8 +138,15 @@ class OnHost:
 
     async def close(self) -> None:
         line, self._line = self._line, None
+        if line is not None or self._started:
+            self._started = False
+            await usercode.threaded(lambda: self._end(line), what="ending an MCP server")
+
+    def _end(self, line: inside_line.Line | None) -> None:
+        """Ends the program with its process group, and what it has started outside of that, such as a daemon."""
         if line is not None:
-            await usercode.threaded(line.close, what="ending an MCP server")
+            line.close()
+        kill_marked(_MARK, self._mark)
 
 
 class OverHTTP:
@@ -142,6 +157,7 @@ class OverHTTP:
         self._key_env = key_env
         self._client: httpx.AsyncClient | None = None
         self._session = ""
+        self._revision = ""  # of the protocol, once the server has chosen it
 
     async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         import httpx
@@ -162,41 +178,73 @@ class OverHTTP:
         return answers[-1]
 
     async def _post(self, client: httpx.AsyncClient, message: str, until: int | None) -> bytes:
-        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", "accept-encoding": "identity"}
-        if self._session:
-            headers["mcp-session-id"] = self._session
-        if self._key_env:
-            headers["authorization"] = f"Bearer {secrets.read(f'env:{self._key_env}')}"
+        headers = self._headers()
         async with client.stream("POST", self._url, content=message.encode(), headers=headers) as response:
             if not self._session:
                 self._session = clean(response.headers.get("mcp-session-id", ""), 200)
-            body, taken = b"", 0
             if response.status_code >= 400:
                 raise _by_status(response.status_code, in_session=bool(headers.get("mcp-session-id")))
             if "id" not in json.loads(message):
                 return b""
-            events = response.headers.get("content-type", "").startswith("text/event-stream")
-            async for piece in response.aiter_raw(65536):
-                taken += len(piece)
+            answer = await self._answer(client, response, until)
+        if not self._revision:
+            self._revision = _chosen(answer)
+        return answer
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", "accept-encoding": "identity"}
+        if self._session:
+            headers["mcp-session-id"] = self._session
+        if self._revision:
+            headers["mcp-protocol-version"] = self._revision
+        if self._key_env:
+            headers["authorization"] = f"Bearer {secrets.read(f'env:{self._key_env}')}"
+        return headers
+
+    async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
+        """The message that answers request `until`; requests of the server's own that come before it are answered.
+
+        The work is bounded for each piece as well as for each byte, and others have their turn between two pieces.
+        """
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in ("application/json", "text/event-stream"):
+            raise Unanswered("garbage", f"an answer of type {clean(kind, 60) or 'none'}, which is neither JSON nor a stream of events")
+        stream, body, taken, pieces, asked = Events(), bytearray(), 0, 0, 0
+        async for piece in response.aiter_raw():
+            taken, pieces = taken + len(piece), pieces + 1
+            held = stream.held if kind == "text/event-stream" else len(body)
+            if held + len(piece) > MAX_BYTES or taken > 4 * MAX_BYTES:
+                raise Unanswered("flood", f"more than {MAX_BYTES} bytes")
+            if pieces > _MOST_PIECES + taken // _FULL_PIECE:
+                raise Unanswered("garbage", f"an answer in pieces of {taken // pieces} bytes")
+            if kind == "application/json":
                 body += piece
-                if len(body) > MAX_BYTES or taken > 4 * MAX_BYTES:
-                    raise Unanswered("flood", f"more than {MAX_BYTES} bytes")
-                while events and (found := _event(body)) is not None:
-                    data, body = found
-                    if _answers(data, until):
-                        return data
-            if events or not _answers(body, until):
-                raise Unanswered("garbage", "an answer to another question, or none")
-            return body
+            for data in stream.feed(piece) if kind == "text/event-stream" else ():
+                if _answers(data, until):
+                    return data
+                if (reply := inside_line.reply_to(data)) is not None and (asked := asked + 1) <= _MOST_REQUESTS:
+                    await self._reply(client, reply)
+            await asyncio.sleep(0)
+        if kind == "application/json" and _answers(bytes(body), until):
+            return bytes(body)
+        raise Unanswered("garbage", "an answer to another question, or none")
+
+    async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
+        """Sends an answer of ours; a server that does not take it goes on without it."""
+        import httpx
+
+        with contextlib.suppress(httpx.HTTPError):
+            async with client.stream("POST", self._url, content=message, headers=self._headers()):
+                pass
 
     async def close(self) -> None:
-        client, session = self._client, self._session
-        self._client, self._session = None, ""
+        client, headers = self._client, self._headers() if self._session else {}
+        self._client, self._session, self._revision = None, "", ""
         if client is None:
             return
-        if session:
+        if headers:
             with contextlib.suppress(Exception):  # whatever it is, the connection ends
-                await client.delete(self._url, headers={"mcp-session-id": session}, timeout=2.0)
+                await client.delete(self._url, headers=headers, timeout=2.0)
         await client.aclose()
 
 
@@ -218,13 +266,37 @@ def _certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _event(body: bytes) -> tuple[bytes, bytes] | None:
-    """The data of the first whole event in a stream, and what comes after it; None while there is no whole one."""
-    text = body.replace(b"\r\n", b"\n")
-    event, end, rest = text.partition(b"\n\n")
-    if not end:
-        return None
-    return b"\n".join(line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")), rest
+class Events:
+    """The events of a stream, as they become whole. Takes time proportional to what it is fed, in pieces of whatever size."""
+
+    def __init__(self) -> None:
+        self._begun = bytearray()  # of an event that is not whole yet
+
+    @property
+    def held(self) -> int:
+        return len(self._begun)
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of each event that ends in this piece; events without data are none."""
+        seen = max(0, len(self._begun) - 3)
+        self._begun += piece
+        if b"\n\n" not in self._begun[seen:].replace(b"\r\n", b"\n"):
+            return []
+        *events, rest = bytes(self._begun).replace(b"\r\n", b"\n").split(b"\n\n")
+        self._begun = bytearray(rest)
+        return [data for event in events if event and (data := _data(event))]
+
+
+def _data(event: bytes) -> bytes:
+    return b"\n".join(line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:"))
+
+
+def _chosen(answer: bytes) -> str:
+    """The revision of the protocol that the answer to `initialize` chooses; empty for one that is not spoken here."""
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        found = json.loads(answer).get("result", {}).get("protocolVersion")
+        return found if found in REVISIONS else ""
+    return ""
 
 
 def _answers(data: bytes, until: int | None) -> bool:

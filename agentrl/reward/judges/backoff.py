@@ -16,7 +16,10 @@ TRANSIENT = frozenset({408, 409, 425, 429, *range(500, 600)})
 """Statuses after which the same request may well succeed. 529 is what some servers say when they are overloaded."""
 
 _FIRST_S = 1.0
+_LEAST_S = 0.25  # after a second refusal in a row, whatever the server asks for
 _LONGEST_S = 60.0  # of a wait that the server did not ask for
+PROBE_S = 60.0
+"""After a wait that is longer than anybody's patience was asked for, one question looks whether the server is back."""
 _SPREAD = 0.1  # of a wait that the server asked for: callers come back one after another, and none too early
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|s|m|h|d))+")
@@ -73,15 +76,19 @@ def asked_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
     return max(waits, default=None)
 
 
-def wait_s(tries: int, asked: float | None, *, luck: float | None = None) -> float:
+def wait_s(tries: int, asked: float | None, *, refused: int = 1, luck: float | None = None) -> float:
     """Seconds to wait after so many tries (from 1): at least what was asked for, else 1, 2, 4, ... up to 60, less up to half of it.
 
+    A server that asks for no wait at all, or for one that lies in the past, and refuses again is left alone for 0.25, 0.5, 1, ... up to 60.
+
     Args:
+        refused: rounds of requests in a row that the server has refused, this one included.
         luck: from 0 to 1, in place of a random number.
     """
     luck = random.random() if luck is None else luck
     if asked is not None:
-        return asked * (1 + _SPREAD * luck)
+        least = min(_LEAST_S * 2 ** min(refused - 2, 16), _LONGEST_S) if refused > 1 else 0.0
+        return max(asked, least) * (1 + _SPREAD * luck)
     return float(min(_FIRST_S * 2 ** min(tries - 1, 16), _LONGEST_S) * (1 - luck / 2))
 
 

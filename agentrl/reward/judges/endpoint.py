@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 from agentrl import secrets
 from agentrl.errors import JudgeError, PromptRefusedError, UserError
 from agentrl.fields import text as encodable
-from agentrl.reward.judges.backoff import TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
+from agentrl.reward.judges.backoff import PROBE_S, TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
 from agentrl.reward.judges.servers import NotUp, Served
 from agentrl.usercode import describe, printable
 
@@ -34,6 +35,12 @@ _MOST_TOKENS = 1 << 31  # that are believed of one answer
 _OWN_S = 1.0  # before a server that the run starts is looked for again
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
 _PROMPT_REFUSED = (400, 413, 422)
+_HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
+_OWN_HEADERS = ("accept-encoding", "authorization", "connection", "content-length", "content-type", "host", "transfer-encoding")
+_OVERLOADED = re.compile(r"rate.?limit|overload|too.many|unavailable|time[ds]?.?out|server.?error|internal", re.IGNORECASE)
+_MOST_PIECES = 4096  # of an answer, beyond those that are full
+_FULL_PIECE = 64  # bytes
+_PIECES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,13 @@ class _Wire:
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
     resume_at: float = 0.0  # of the clock
-    down: bool = False  # as far as the log knows
+    refused: int = 0  # rounds of requests in a row
+    probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one question that asks a server that was down
+
+    @property
+    def down(self) -> bool:
+        """As far as anybody knows."""
+        return self.refused > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,6 +102,7 @@ class Endpoint:
     tokens_name: str = "max_tokens"  # some servers call it max_completion_tokens
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # further keys of the request, such as {"reasoning_effort": "low"}
+    headers: Mapping[str, str] = field(default_factory=dict)  # further ones, each by reference: {"api-key": "env:THEIR_KEY"}
     structured: Literal["auto", "always", "never"] = "auto"  # whether to ask for a JSON schema; auto: as long as the server takes it
     timeout_s: float = 120.0  # of one request
     patience_s: float = 1800.0  # of one question, waiting and all requests included
@@ -104,6 +118,12 @@ class Endpoint:
             checked_url(self.url)
         if found := next(secrets.literals(dict(self.options), "Endpoint.options"), ""):
             raise UserError(found, fix="name the variable that holds the key with Endpoint.key_env")
+        for name, where in self.headers.items():
+            if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(where):
+                raise UserError(
+                    f"Endpoint.headers: {printable(name, 80)!r} is no further header with a reference as its value",
+                    fix='such as {"api-key": "env:THEIR_KEY"} or "file:/run/secrets/key"; a bearer token is Endpoint.key_env',
+                )
         if not self.model:
             raise UserError("a judge's endpoint needs the name of a model", fix='Endpoint(url=..., model="...")')
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
@@ -131,34 +151,69 @@ class Endpoint:
     ) -> Reply:
         """The model's answer, readable or not. `more`: further keys of this request; they count before `options`.
 
-        Busy and broken servers (408, 425, 429, 5xx, no connection, no answer in time, an answer that breaks off) are asked again after
-        the wait that their headers ask for. All questions of an endpoint wait together.
+        Busy and broken servers are asked again after the wait that their headers ask for: 408, 425, 429, 5xx, such an error in a 200, no
+        connection, no answer in time, an answer that breaks off. All questions of an endpoint wait together, and then one of them looks
+        whether the server is back. A wait that is asked for and longer than the patience ends the question that got it, and is no longer
+        than `PROBE_S` for the others.
 
         Raises:
             JudgeError: nothing came within `patience_s`, or the server refuses such requests.
         """
-        wire, began, tries, why, refused = self._wire(), self.clock.monotonic(), 0, "", ""
-        if self.structured == "never" or self._takes_no_schema:
-            schema = None
+        wire, began = self._wire(), self.clock.monotonic()
+        trying = _Trying(schema=None if self.structured == "never" or self._takes_no_schema else schema)
         while True:
             left = self.patience_s - (self.clock.monotonic() - began)
             pause = wire.resume_at - self.clock.monotonic()
             if left <= 0 or pause >= left:
-                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{why and ': ' + why}")
+                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{trying.why and ': ' + trying.why}")
+            got = None
             if pause > 0:
                 await self.clock.sleep(pause)
-                continue
-            tries += 1
-            async with wire.slots:
-                got = await self._once(wire, self._body(messages, schema, more or {}), messages, schema, limit_s=min(self.timeout_s, left))
-            if isinstance(got, _Later):
-                why = got.why
-                self._pause(wire, wait_s(tries, got.wait_s), why)
-            elif isinstance(got, _NoSchema):
-                schema, refused = None, got.why
-            else:
-                self._learn(wire, refused)
-                return replace(got, tries=tries)
+            elif not wire.down:
+                got = await self._try(wire, trying, messages, more or {}, left=left)
+            elif await _acquired(wire.probe, left):
+                try:
+                    left = self.patience_s - (self.clock.monotonic() - began)
+                    if wire.down and left > 0 and wire.resume_at <= self.clock.monotonic():  # nobody else has looked meanwhile
+                        got = await self._try(wire, trying, messages, more or {}, left=left, probing=True)
+                finally:
+                    wire.probe.release()
+            if got is not None:
+                return got
+
+    async def _try(
+        self,
+        wire: _Wire,
+        trying: _Trying,
+        messages: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
+        *,
+        left: float,
+        probing: bool = False,
+    ) -> Reply | None:
+        """One request; None where another one is to follow. Raises `JudgeError` as `ask`.
+
+        Args:
+            probing: the server is down, and this is the one question that looks.
+        """
+        async with wire.slots:
+            if wire.down and not probing:  # found out while this question waited for its slot
+                return None
+            trying.tries += 1
+            round_ = wire.refused
+            body = self._body(messages, trying.schema, more)
+            got = await self._once(wire, body, messages, trying.schema, limit_s=min(self.timeout_s, left))
+        if isinstance(got, _Later):
+            trying.why = got.why
+            self._pause(wire, trying.tries, got, first=round_ == wire.refused)
+            if (got.wait_s or 0.0) >= left:
+                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s: {got.why}")
+            return None
+        if isinstance(got, _NoSchema):
+            trying.schema, trying.refused = None, got.why
+            return None
+        self._learn(wire, trying.refused)
+        return replace(got, tries=trying.tries)
 
     async def close(self) -> None:
         """Closes the connections of this event loop; the next question opens new ones."""
@@ -172,15 +227,19 @@ class Endpoint:
             self._takes_no_schema.append(refused)
             log.warning("%s takes no JSON schema (%s); its answers are parsed as they come", self._where(), refused)
         if wire.down:
-            wire.down = False
+            wire.refused = 0
             log.warning("%s answers again", self._where())
 
-    def _pause(self, wire: _Wire, seconds: float, why: str) -> None:
-        seconds = min(seconds, self.patience_s)  # whatever a header says, the server is asked again one day
+    def _pause(self, wire: _Wire, tries: int, got: _Later, *, first: bool) -> None:
+        """Puts off all questions. `first`: of the requests that were under way together, no other one has been refused yet."""
+        fresh = not wire.down
+        wire.refused += first
+        seconds = wait_s(tries, got.wait_s, refused=wire.refused if got.asked else 1)
+        if seconds > self.patience_s:  # whatever a header says, the server is asked again soon
+            seconds = min(PROBE_S, self.patience_s)
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
-        if not wire.down:
-            wire.down = True
-            log.warning("%s: %s; asked again in %.1f s", self._where(), why, seconds)
+        if fresh:
+            log.warning("%s: %s; asked again in %.1f s", self._where(), got.why, seconds)
 
     def _wire(self) -> _Wire:
         import httpx  # half a second that a recipe's loading does without
@@ -212,13 +271,16 @@ class Endpoint:
             async with asyncio.timeout(limit_s), self._posted(wire, body, key) as response:
                 if response.status_code == 200:
                     content = await _bounded(response, self.max_bytes)
+                    if (found := error_in(content)) is not None:
+                        said = _without(key, printable(found[1], _EXCERPT))
+                        return self._refusal(found[0], response.headers, " ".join(said.split()), schema)
                     return self._read(content.replace(key.encode(), secrets.HIDDEN.encode()) if key else content, messages)
                 said = _without(key, printable((await _bounded(response, 4 * _EXCERPT)).decode(errors="replace"), _EXCERPT))
-                return self._refusal(response, " ".join(said.split()), schema)
+                return self._refusal(response.status_code, response.headers, " ".join(said.split()), schema)
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
         except NotUp as error:
-            return _Later(why=str(error), wait_s=_OWN_S)
+            return _Later(why=str(error), wait_s=_OWN_S, asked=False)
         except (httpx.HTTPError, httpx.StreamError) as error:
             return _Later(why=_without(key, describe(error)))
 
@@ -226,11 +288,10 @@ class Endpoint:
         """The answer in the body of a 200."""
         return read_completion(content, self.max_bytes, messages)
 
-    def _refusal(self, response: httpx.Response, said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
+    def _refusal(self, status: int, headers: Mapping[str, str], said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
         """What to do about a status that is no 200. Raises `JudgeError` where asking again would not help."""
-        status = response.status_code
         if status in TRANSIENT and not (status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto"):
-            return _Later(why=f"status {status}: {said}", wait_s=asked_wait_s(response.headers, now=self.clock.time()))
+            return _Later(why=f"status {status}: {said}", wait_s=asked_wait_s(headers, now=self.clock.time()))
         if status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto":
             return _NoSchema(why=f"status {status}: {said}")
         if 300 <= status < 400:
@@ -242,9 +303,18 @@ class Endpoint:
     @asynccontextmanager
     async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str) -> AsyncIterator[httpx.Response]:
         # No compression: a small answer could otherwise unpack to gigabytes.
-        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {}), **self._further_headers()}
         async with wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
             yield response
+
+    def _further_headers(self) -> dict[str, str]:
+        try:
+            read = {name: secrets.read(where).strip() for name, where in self.headers.items()}
+        except UserError as error:
+            raise JudgeError(f"a header for {self._where()}: {error.message}") from None
+        if wrong := next((name for name, value in read.items() if not value.isascii() or not value.isprintable()), ""):
+            raise JudgeError(f"the header {wrong} for {self._where()} has a value that no header can have")
+        return read
 
     def _address(self) -> str:
         return f"{self._base()}/chat/completions"
@@ -280,15 +350,26 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """Asking again may help, after `wait_s` where the server says so."""
+    """Asking again may help, after `wait_s` where the server says so (`asked`), or who starts it."""
 
     why: str
     wait_s: float | None = None
+    asked: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NoSchema:
     why: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trying:
+    """What the requests of one question have come to so far."""
+
+    schema: Mapping[str, Any] | None
+    tries: int = 0
+    why: str = ""  # the last one got no answer
+    refused: str = ""  # why the server took no schema
 
 
 def checked_url(url: str) -> str:
@@ -302,15 +383,56 @@ def checked_url(url: str) -> str:
     return url
 
 
+async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
+    """Whether the lock was got in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await lock.acquire()
+    except TimeoutError:
+        return False
+
+
 async def _bounded(response: httpx.Response, most: int) -> bytes:
-    """The first `most` bytes of an answer and one more where there are more; the rest is not read."""
+    """The first `most` bytes of an answer and one more where there are more; the rest is not read.
+
+    Raises `httpx.RemoteProtocolError` for an answer in very many pieces: each costs more than its bytes.
+    """
+    import httpx
+
     parts, size = [], 0
     async for part in response.aiter_raw():
         parts.append(part)
         size += len(part)
         if size > most:
             break
+        if len(parts) > _MOST_PIECES + size // _FULL_PIECE:
+            raise httpx.RemoteProtocolError(f"an answer that comes in pieces of {size // len(parts)} bytes")
+        if len(parts) % _PIECES_AT_ONCE == 0:
+            await asyncio.sleep(0)  # what is there already is read without waiting, and others wait meanwhile
     return b"".join(parts)[: most + 1]
+
+
+def error_in(content: bytes) -> tuple[int, str] | None:
+    """Status and text of an error that the body of a 200 holds in place of an answer, as gateways send them; None: it holds none.
+
+    An error without a status that reads like an overload or a fault of the server counts as 503; any other is left to be read.
+    """
+    if b'"error"' not in content:
+        return None
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    answers = body.get("choices") if isinstance(body, dict) else None
+    first = answers[0] if isinstance(answers, list) and answers else body
+    error = first.get("error") if isinstance(first, dict) and not first.get("message") and "data" not in first else None
+    if not error:
+        return None
+    code, kind, text = (error.get(key) for key in ("code", "type", "message")) if isinstance(error, dict) else (None, None, error)
+    status = int(code) if isinstance(code, int | str) and re.fullmatch(r"[45]\d\d", str(code)) else 0
+    if not status and _OVERLOADED.search(f"{code} {kind} {text}"[:1000]):
+        status = 503
+    return (status, f"in a 200: {text if isinstance(text, str) else code}") if status else None
 
 
 def read_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
@@ -345,4 +467,4 @@ def usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
 
 def _without(key: str, text: str) -> str:
     """A server may quote the key that it refuses."""
-    return text.replace(key, "[key]") if key else text
+    return secrets.redacted(text.replace(key, "[key]") if key else text)

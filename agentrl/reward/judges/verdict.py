@@ -12,7 +12,8 @@ from agentrl.reward.configured import unfenced
 MAX_REASONING = 4000
 """Characters kept of what a judge gives as its reasons."""
 
-_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
+_THOUGHT = re.compile(r"\s*(?:<think>.*?</think>|\[THINK\].*?\[/THINK\])", re.DOTALL)
+_THOUGHT_FROM_THE_PROMPT = re.compile(r"(?!\s*[{`]).*?(?:</think>|\[/THINK\])", re.DOTALL)
 
 
 class Unreadable(ValueError):
@@ -24,11 +25,12 @@ class Abstained(ValueError):
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The one JSON object that a text is, alone or as its only fenced block; a thought in front of it is passed over.
+    """The one JSON object that a text is, alone or as its only fenced block; a thought in front of it is passed over, also one that the
+    prompt has opened already.
 
     Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN.
     """
-    thought = _THOUGHT.match(text)
+    thought = _THOUGHT.match(text) or _THOUGHT_FROM_THE_PROMPT.match(text)
     text = (text if thought is None else text[thought.end() :]).strip()
     text = unfenced(text, "json")
     if not text:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from email.utils import formatdate
 
@@ -84,6 +86,105 @@ async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_aft
         await clock.sleep(60.0)
         assert (await one.ask(HELLO)).text == RIGHT and sum(clock.slept) <= 91
         await one.close()
+
+
+@pytest.mark.parametrize("headers", [{"Retry-After": "0"}, {"Retry-After": formatdate(900_000, usegmt=True)}, {"Retry-After-Ms": "1"}])
+async def test_a_server_that_asks_for_no_wait_is_not_asked_without_a_pause(headers: dict[str, str]) -> None:
+    clock = JumpingClock()
+    with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_005 else Says(status=429, headers=headers)) as server:
+        one = endpoint(server.url, clock=clock, concurrency=4)
+        replies = await asyncio.gather(*(one.ask(HELLO) for _ in range(20)))
+        await one.close()
+    assert {reply.text for reply in replies} == {RIGHT}
+    assert len(server.requests) <= 20 + 4 + 8, "four that were under way together, and then one question at a time, after longer and longer"
+    assert clock.now - 1_000_000 < 20
+
+
+async def test_one_question_looks_whether_a_server_is_back_and_the_others_wait_for_it() -> None:
+    """Also after a header of years: the question that got it ends, and a minute later the next one looks."""
+    clock, refusal = JumpingClock(), Says(status=429, headers={"Retry-After": "1000000000"})
+    with ChatServer(lambda body, number: refusal if number < 3 else Says(RIGHT)) as server:
+        one = endpoint(server.url, clock=clock, concurrency=2)
+        done = await asyncio.gather(*(one.ask(HELLO) for _ in range(10)), return_exceptions=True)
+        assert (await one.ask(HELLO)).text == RIGHT
+        await one.close()
+    failed = [error for error in done if isinstance(error, JudgeError)]
+    assert len(failed) == 3 and len(server.requests) == 3 + 7 + 1
+    assert 60 <= clock.now - 1_000_000 <= 190, "a minute for each refusal"
+
+
+async def test_a_server_that_hangs_ends_all_questions_within_their_patience() -> None:
+    """Though one question at a time looks whether it is back."""
+    with ChatServer([Says(hangs=True)]) as server:
+        one, started = Endpoint(url=server.url, model="m", timeout_s=0.3, patience_s=2.0, concurrency=4), time.monotonic()
+        done = await asyncio.gather(*(one.ask(HELLO) for _ in range(12)), return_exceptions=True)
+        assert all(isinstance(error, JudgeError) for error in done) and time.monotonic() - started < 4.5
+        await one.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "retried"),
+    [
+        ({"error": {"code": 429, "message": "slow down"}}, True),
+        ({"error": {"code": "503", "message": "no"}}, True),
+        ({"error": {"type": "overloaded_error", "message": "Overloaded"}}, True),
+        ({"error": "Internal server error"}, True),
+        ({"choices": [{"error": {"code": 502, "message": "upstream"}, "finish_reason": "error"}]}, True),
+        ({"error": {"code": 401, "message": "no key"}}, False),
+        ({"error": {"code": "404", "message": "no such model"}}, False),
+    ],
+)
+async def test_an_error_in_a_200_is_what_its_status_says(error: object, retried: bool) -> None:
+    with ChatServer([Says(raw=json.dumps(error).encode()), Says(RIGHT)]) as server:
+        one = endpoint(server.url)
+        if retried:
+            assert (await one.ask(HELLO)).text == RIGHT
+        else:
+            with pytest.raises(JudgeError, match=r"refuses: status 40[14]: in a 200: no"):
+                await one.ask(HELLO)
+        await one.close()
+    assert len(server.requests) == 1 + retried
+
+
+async def test_an_answer_that_speaks_of_errors_is_an_answer() -> None:
+    body = {"error": None, "choices": [{"message": {"content": RIGHT}, "finish_reason": "stop"}]}
+    with ChatServer([Says(raw=json.dumps(body).encode())]) as server:
+        assert (await closing(endpoint(server.url))).text == RIGHT  # type: ignore[attr-defined]
+    with ChatServer([Says(raw=b'{"error": {"message": "what?"}}')]) as server:
+        assert "no chat completion" in (await closing(endpoint(server.url))).problem  # type: ignore[attr-defined]
+
+
+async def test_an_answer_in_tiny_pieces_is_given_up_soon_and_holds_nothing_up() -> None:
+    """Each piece costs more than its bytes; the loop goes on meanwhile."""
+    pieces = 200_000
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(100):
+                writer.write(b"1\r\n \r\n" * (pieces // 100))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    lags = [0.0]
+
+    async def watch() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            lags.append(loop.time() - before - 0.01)
+
+    watching = asyncio.create_task(watch())
+    one, started = Endpoint(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", model="m", patience_s=0.4), time.monotonic()
+    with pytest.raises(JudgeError, match=r"comes in pieces of 1 bytes|no answer within"):
+        await one.ask(HELLO)
+    assert time.monotonic() - started < 5 and max(lags) < 0.5
+    watching.cancel()
+    await one.close()
+    server.close()
 
 
 async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:

@@ -25,6 +25,10 @@ VERDICTS = (
     ' {"reasoning": "x", "scores": {"correct": 3.0}, "abstain": false}\n',
     '```json\n{"scores": {"correct": 3}}\n```',
     '<think>is it {"scores"}?</think>\n{"scores": {"correct": 3}}',
+    'is it {"scores"}?</think>\n{"scores": {"correct": 3}}',
+    '\n</think>\n\n```json\n{"scores": {"correct": 3}}\n```',
+    '[THINK]is it?[/THINK]{"scores": {"correct": 3}}',
+    '{"reasoning": "it says </think> {}", "scores": {"correct": 3}}',
 )
 NONE = (
     "",
@@ -35,6 +39,8 @@ NONE = (
     'The score is {"scores": {"correct": 3}}',
     '{"scores": {"correct": 3}} {"scores": {"correct": 4}}',
     '{"scores": {"correct": 3}',
+    'hm</think>{"scores": {"correct": 4}} or</think>{"scores": {"correct": 3}}',
+    '{"scores": {"correct": 4}}</think>{"scores": {"correct": 3}}',
     '{"scores": {"correct": "3"}}',
     '{"scores": {"correct": true}}',
     '{"scores": {"correct": NaN}}',
