@@ -55,10 +55,14 @@ def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
                 db.execute(statement)
 
 
+class NotOurs(sqlite3.DatabaseError):
+    """A file that holds what agentrl does not write."""
+
+
 def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
     """Bounds what the file of a connection can do: no functions in its schema, no value of more than `longest` bytes.
 
-    Raises `sqlite3.DatabaseError` for views, triggers, virtual tables and whatever else `schema` does not make.
+    Raises `NotOurs` for views, triggers, virtual tables and whatever else `schema` does not make.
     """
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
     db.execute("PRAGMA trusted_schema = OFF")
@@ -67,7 +71,7 @@ def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 <
     for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"):
         made = _MAKES.match(sql if isinstance(sql, str) else "")
         if made is None or tuple(made.groups()) not in ours or _COMPUTED.search(sql):
-            raise sqlite3.DatabaseError(f"it holds a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
+            raise NotOurs(f"it holds a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
 
 
 _MAKES = re.compile(r"CREATE (TABLE|INDEX) (\w+)(?: ON (\w+))? \(")

@@ -55,15 +55,15 @@ def read_template(name: str, root: Path) -> str:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
     try:
-        data = foreign.content(path, most=MAX_BYTES)
-    except OSError:
+        content = foreign.content(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
+    except (OSError, ValueError):
         raise UserError(
             f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED)}) nor a file", fix=f"name one of them, or make {path}"
         ) from None
-    except ValueError as error:  # embedded null bytes included
-        raise UserError(f"{path} is no chat template: {error}", fix="give a file of the template alone") from None
+    if content is None:
+        raise UserError(f"{path} is no chat template: it has more than {MAX_BYTES >> 10} KiB", fix="give the template alone")
     try:
-        text = data.decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no chat template: {error}", fix="save it as UTF-8") from None
     if not text.strip():

@@ -15,10 +15,12 @@ from pydantic import TypeAdapter
 from agentrl import usercode
 from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, named, offered
 from agentrl.agent.memory import memory_tools
+from agentrl.agent.recorded import recorded_tools
 from agentrl.agent.shipped import SHIPPED
 from agentrl.agent.tools import FREE, Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
 from agentrl.agent.typed import TaskData, Typed, is_tool, run, typed
 from agentrl.agent.wording import Words, worded
+from agentrl.contract.recorded import NAME as RECORDED
 from agentrl.errors import PluginError, TaskError
 from agentrl.fields import json_value
 from agentrl.plugins import resolve
@@ -203,6 +205,8 @@ def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], s
 
 def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
     """The tools that one name of a task stands for."""
+    if name == RECORDED:
+        return recorded_tools(task)
     if name in SHIPPED:
         return (SHIPPED[name],)
     if ":" not in name:

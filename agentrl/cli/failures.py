@@ -255,21 +255,37 @@ def promote_failures(
     from_turn: Annotated[
         str, typer.Option("--from-turn", help="Begin at this turn, counted from 1, or at the `failing` one that the tag names.")
     ] = "",
+    verifier: Annotated[
+        list[str] | None, typer.Option("--verifier", help="For imported traces: who judges an answer, module:attr.")
+    ] = None,
+    truths: Annotated[Path | None, typer.Option(help='For imported traces: lines such as {"trace": "ID", "truth": "412"}.')] = None,
+    truth_from: Annotated[str, typer.Option(help="For imported traces: the key of their origin that holds the right answer.")] = "",
+    tools: Annotated[
+        list[str] | None, typer.Option("--tools", help="For imported traces: stubs in place of the recorded answers, module:attr.")
+    ] = None,
+    image: Annotated[str, typer.Option(help="For imported traces: image of sandboxes, for stubs and verifiers that use one.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Make regression cases of traces: their tasks, frozen, with where they come from. A task that the suite has is not added again.
 
+    An imported trace becomes a case with --verifier and a truth: its task is what the user asked, and its tools answer as they did then.
+
     With --from-turn the episode is played again in a live sandbox up to that turn, and captured there: the case samples from there on.
     """
+    from agentrl.failure.imported import Missing, left_out, read_truths
     from agentrl.failure.promote import promote
 
     if not traces and not (tag or kind or phase or version is not None or most):
         raise UserError("which traces?", fix="give their ids, or filters such as --tag misread_output --most 20")
+    missing = None
+    if verifier or truths or truth_from or tools or image:
+        known = read_truths(truths) if truths is not None else {}
+        missing = Missing(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
         chosen = selected = collection.rows(wanted, most=-1 if most is None else most, newest=True)
         if not traces:  # of a selection, what cannot be a case is left out; of named traces it is an error
-            chosen = [row for row in selected if row.why != "fault" and row.task_key]
+            chosen = [row for row in selected if row.why != "fault" and (row.task_key or missing is not None)]
         _check_all_there(run, wanted.ids, chosen)
         found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
     if not found:
@@ -279,7 +295,10 @@ def promote_failures(
         from agentrl.run.starts import starts_of
 
         starts = asyncio.run(starts_of(run, found, from_turn))
-    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts)
+    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts, missing=missing)
+    for trace in found:
+        if trace.task is None and (lost := left_out(trace)):
+            print(f"{trace.id}: {lost}", file=sys.stderr)
     written = sum(one.path is not None for one in done)
     if as_json:
         print(
@@ -301,7 +320,7 @@ def _none_chosen(run: Path, selected: Sequence[Row]) -> UserError:
     told = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
     return UserError(
         f"of {len(selected)} traces that these filters leave none can be a case: {told}",
-        fix="promote episodes of a run; of an imported trace the tools and the truth are not known",
+        fix="make cases of imported traces with --verifier, and --truths FILE or --truth-from KEY",
     )
 
 

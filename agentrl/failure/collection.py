@@ -22,7 +22,7 @@ from typing import Any
 import zstandard
 
 from agentrl import codec, foreign
-from agentrl.database import enter_wal, make_tables, pragma, protect, transaction, unpacked, within
+from agentrl.database import NotOurs, enter_wal, make_tables, pragma, protect, transaction, unpacked, within
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
@@ -99,7 +99,7 @@ class Collection:
             self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=reads_only)
         try:
             with self._asked():
-                protect(self._db, _SCHEMA, longest=4 * LARGEST)
+                self._protect()
                 if not reads_only:
                     self._prepare()
                 self._check()
@@ -190,6 +190,8 @@ class Collection:
             raise ValueError(f"counts have no {', '.join(sorted(unknown))}")
         names = ", ".join(by)
         with self._asked():
+            for line in self._db.execute("SELECT n FROM counts WHERE typeof(n) != 'integer' LIMIT 1"):  # SUM takes text for 0
+                self._typed(("n",), line)
             found = self._db.execute(f"SELECT {names}, SUM(n) FROM counts GROUP BY {names} HAVING SUM(n) > 0 ORDER BY {names}")
             return {tuple(self._typed((*by, "n"), line)[:-1]): line[-1] for line in found}
 
@@ -302,6 +304,12 @@ class Collection:
             except BaseException:
                 self._held = {phase: _Held(self._db, phase) for (phase,) in self._db.execute("SELECT DISTINCT phase FROM traces")}
                 raise
+
+    def _protect(self) -> None:
+        try:
+            protect(self._db, _SCHEMA, longest=4 * LARGEST)
+        except NotOurs as error:
+            raise StoreError(f"{self.path} is an SQLite file, but not one of traces: {error}") from error
 
     def _prepare(self) -> None:
         db = self._db

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, check_asked, load_suite, save_case
+from agentrl.failure.imported import Missing, task_of
 from agentrl.failure.rows import kind_of
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.twins import Likeness, Withheld
@@ -43,6 +44,7 @@ def case_of(
     threshold: float | None = None,
     repeats: int | None = None,
     start: EpisodeState | None = None,
+    missing: Missing | None = None,
 ) -> Case:
     """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case, and one for each turn.
 
@@ -50,27 +52,26 @@ def case_of(
 
     Args:
         start: the state of its episode that the case begins with, in place of the task.
+        missing: what an imported trace does not hold.
 
     Raises `UserError` for a trace that does not hold its task, and for a fault, which tells nothing about a policy.
     """
-    if trace.task is None:
-        raise UserError(
-            f"trace {trace.id} ({trace.source}) holds no task, so that nothing could judge another attempt",
-            fix="write a task for it, and promote an episode of that",
-        )
+    task = trace.task
+    if task is None:
+        task = task_of(trace, missing or Missing())
     if trace.why is Why.FAULT:
         raise UserError(
             f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
             fix="promote others: agentrl failures list RUN shows why each was kept",
         )
-    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of(trace.task)).strip("-_")[:40] or "case"
+    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of(task)).strip("-_")[:40] or "case"
     origin = {key: value for key, value in trace.origin.items() if key != "audit"}
     origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
     origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": by} if by else {})
     run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
     return Case(
-        id=f"{kind}-{trace.task.key[:12]}" + (f"-t{start.turn_count + 1}" if start is not None else ""),
-        task=trace.task,
+        id=f"{kind}-{task.key[:12]}" + (f"-t{start.turn_count + 1}" if start is not None else ""),
+        task=task,
         trace=f"{run}{trace.id}",
         tags=trace.tags,
         origin=origin,
@@ -101,6 +102,7 @@ def promote(
     threshold: float | None = None,
     repeats: int | None = None,
     starts: Mapping[str, EpisodeState | None] = MappingProxyType({}),
+    missing: Missing | None = None,
 ) -> list[Promoted]:
     """Adds a case for each trace to the suite in a folder, made where there is none, but for tasks that are in it already.
 
@@ -111,12 +113,16 @@ def promote(
         threshold: the mean score that the attempts at each case must reach; None: what an evaluation says.
         repeats: attempts at each case in an evaluation; None: what the suite says.
         starts: trace -> the state that its case begins with; those of no other begin with their task.
+        missing: what imported traces do not hold; None: they make no cases.
 
     Raises `UserError` for a trace that makes no case, before any is written.
     """
     check_asked(repeats=repeats, threshold=threshold)
     given = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
-    cases = [(trace, case_of(trace, start=starts.get(trace.id), **given)) for trace in traces]  # type: ignore[arg-type]
+    cases = [
+        (trace, case_of(trace, start=starts.get(trace.id), missing=missing, **given))  # type: ignore[arg-type]
+        for trace in traces
+    ]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
     done: list[Promoted] = []
     for trace, case in cases:

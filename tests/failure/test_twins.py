@@ -146,5 +146,5 @@ def test_suites_are_named_relative_to_the_project(tmp_path: Path) -> None:
     save_case(tmp_path / "evals" / "two", Case(id="b", task=FILED))
     held = withheld(["evals/one", "evals/two"], root=tmp_path)
     assert len(held) == 2 and ASKED in held and FILED in held and task() not in held
-    with pytest.raises(UserError, match="is no suite"):
+    with pytest.raises(UserError, match="no folder"):
         withheld(["evals/three"], root=tmp_path)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.compare import results
 from agentrl.errors import UserError
-from tests.run.suite_parts import HERE, OVERRIDES
+from tests.run.suite_parts import OVERRIDES
 
 RECIPE = """
 from agentrl.recipe import EvalConfig, PolicyConfig, Recipe, TasksConfig
@@ -51,9 +51,12 @@ from agentrl.testing import ScriptedPolicy, byte_tokenizer
 def call(name, arguments):
     return '<tool_call>{"name": "%s", "arguments": %s}</tool_call>' % (name, arguments)
 
-def policy():
+def policy() -> ScriptedPolicy:
     said = [call("colour_of", "{}"), call("submit", '{"answer": "pass"}')]
     return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
+
+def wrong() -> ScriptedPolicy:
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: call("submit", '{"answer": "fail"}'))
 """
 
 
@@ -83,8 +86,8 @@ def test_a_scripted_policy_is_tried_on_a_recipes_own_tasks(project: Path) -> Non
 
 
 def test_what_fails_is_a_result_and_no_error(project: Path) -> None:
-    code, printed, error = asked("--policy", f"{HERE}:policy", "--run-dir", "r")
-    assert code == 0, (printed, error)
+    code, printed, error = asked("--policy", "./own_policy.py:wrong", "--run-dir", "r")
+    assert code == 0 and "0 of 5 cases passed, 5 failed" in printed, (printed, error)
 
 
 @pytest.mark.parametrize(

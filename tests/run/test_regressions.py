@@ -262,7 +262,7 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
         (["s", "--policy", "nowhere"], "no such folder, nor a version"),
         (["s", "--policy", "runs/x@9"], "keeps no whole model of version 9"),
         (["s"], "which policy is asked"),
-        (["nothing", "--policy", "a:b"], "is no suite, and holds none"),
+        (["nothing", "--policy", "a:b"], "no folder nothing"),
         (["s", "--policy", "a:b", "--suite", "s"], "--policy is held to the suites that come first"),
         (["s", "--policy", "a:b", "--junit", "no/such/folder.xml"], "no file can be written there"),
         (["s", "--policy", "a:b", "--repeats", "0"], "--repeats 0"),

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from agentrl.errors import StoreError
 from agentrl.files import sha256_file
 from agentrl.records import PolicyVersion, VersionState
-from agentrl.run.models import export_model, find_model, place_base_version
+from agentrl.run.models import SAMPLING, export_model, find_model, place_base_version
 from agentrl.sampling import Sampling
 from agentrl.version import FolderRegistry
 from agentrl.weights import deltas
@@ -210,7 +210,7 @@ def test_an_export_and_an_evaluation_get_a_whole_model(registry: FolderRegistry,
         if name != deltas.WEIGHTS:
             (home / name).write_text("{}")
     export_model(home, tmp_path / "model", base=registry.folder / "000000", sampling=Sampling())
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == kept
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [SAMPLING, *kept]
     assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
     (home / deltas.WEIGHTS).unlink()
     assert find_model(str(home), tmp_path) == home

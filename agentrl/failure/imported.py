@@ -1,0 +1,134 @@
+"""From a trace of an agent elsewhere to a task: what it was asked, its tools as they answered then, and a truth that a person knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.contract.recorded import NAME, RecordedCall, Recording
+from agentrl.errors import UserError
+from agentrl.failure.trace import Trace
+from agentrl.fields import JsonObject
+from agentrl.foreign import content
+from agentrl.records import Message, SandboxSpec, Split, Task
+from agentrl.usercode import printable
+
+_LARGEST = 64 << 20  # bytes of a file of truths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """What a person adds to imported traces, so that another attempt can be made and judged."""
+
+    verifiers: tuple[str, ...] = ()
+    truths: Mapping[str, JsonObject | str | float | bool] = field(default_factory=dict)  # trace -> the right answer
+    truth_from: str = ""  # a key of the traces' origins that holds it
+    tools: tuple[str, ...] = ()  # references of stubs; empty: answered from the record
+    image: str = ""  # of sandboxes, for stubs and verifiers that use one
+
+    def truth_of(self, trace: Trace) -> Any:
+        """None: nobody knows it."""
+        return self.truths.get(trace.id, trace.origin.get(self.truth_from) if self.truth_from else None)
+
+
+def task_of(trace: Trace, missing: Missing) -> Task:
+    """The task that a trace's agent had. Raises `UserError` that names everything that is still missing."""
+    asked = [one.message for one in trace.spoken]
+    first = next((number for number, one in enumerate(asked) if one.role == "assistant"), len(asked))
+    prompt = tuple(Message(role=one.role, content=one.content) for one in asked[:first] if one.role in ("system", "developer", "user"))
+    truth = missing.truth_of(trace)
+    lacks = [
+        (not any(one.role == "user" for one in prompt), "what the user asked: no message of theirs comes before the agent's first"),
+        (not missing.verifiers, "who judges an answer: give --verifier, such as rewards.exact:exact"),
+        (
+            truth is None,
+            f"the right answer: give --truths FILE with a line {json.dumps({'trace': trace.id, 'truth': '...'})}, or --truth-from KEY",
+        ),
+        (not missing.tools and _called(trace) and not _answered(trace), "what its tools gave: give stubs with --tools module:attr"),
+    ]
+    if found := [text for wrong, text in lacks if wrong]:
+        keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
+        raise UserError(
+            printable(
+                f"trace {trace.id} ({trace.source}) holds no task, and makes none yet, because these are not known: {'; '.join(found)}{keys}", 2000
+            ),
+            fix="add them to the command",
+        )
+    tools = missing.tools or ((NAME,) if _called(trace) or trace.tools else ())
+    data: dict[str, Any] = {"answer": truth, "kind": trace.source}
+    if NAME in tools:
+        data |= _recording(trace).data()
+    return Task(
+        id=f"imported-{trace.id}",
+        family="imported",
+        prompt=prompt,
+        tools=tools,
+        sandbox=SandboxSpec(image=missing.image or "sandboxes/tables"),
+        verifiers=missing.verifiers,
+        data=data,
+        split=Split.HELDOUT,
+    )
+
+
+def left_out(trace: Trace) -> str:
+    """What of the conversation the task does not have; empty when it has all that the user said."""
+    roles = [one.message.role for one in trace.spoken]
+    later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
+    return f"{later} later messages of the user are left out: a case asks what the user asked first" if later else ""
+
+
+def read_truths(path: Path) -> dict[str, Any]:
+    """Trace -> the right answer, from lines such as {"trace": "...", "truth": "412"}. Raises `UserError` that names the line."""
+    found: dict[str, Any] = {}
+    try:
+        lines = content(path, most=_LARGEST).splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="give a file of truths") from None
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text) if text.strip() else None
+            if line is not None:
+                found[str(line["trace"])] = line["truth"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{path}:{number} is no truth", fix='write it as {"trace": "ID", "truth": "the right answer"}') from None
+    return found
+
+
+def _called(trace: Trace) -> bool:
+    return any(one.message.tool_calls for one in trace.spoken)
+
+
+def _answered(trace: Trace) -> bool:
+    return any(one.message.role == "tool" for one in trace.spoken)
+
+
+def _recording(trace: Trace) -> Recording:
+    calls: list[RecordedCall] = []
+    waiting: dict[str, int] = {}  # id of a call -> its place in `calls`
+    open_: list[int] = []  # calls without an answer, the oldest first
+    for one in trace.spoken:
+        for number, call in enumerate(one.message.tool_calls):
+            if number < len(one.call_ids):
+                waiting[one.call_ids[number]] = len(calls)
+            open_.append(len(calls))
+            calls.append(RecordedCall(name=call.name, arguments=call.arguments, output="", failed=True))
+        if one.message.role == "tool" and open_:
+            place = waiting.get(one.answers, open_[0])
+            calls[place] = replace(calls[place], output=one.message.content, failed=one.failed)
+            open_ = [other for other in open_ if other != place]
+    answered = [call for number, call in enumerate(calls) if number not in open_]
+    return Recording(tools=tuple(_schemas(trace, answered)), calls=tuple(answered))
+
+
+def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
+    """The schemas that were offered; of a tool without one, what its calls show."""
+    offered: list[JsonObject] = [dict(one) for one in trace.tools if isinstance(one.get("function"), dict) and one["function"].get("name")]
+    known = {one["function"]["name"] for one in offered}
+    for name in dict.fromkeys(call.name for call in calls if call.name not in known):
+        keys = dict.fromkeys(key for call in calls if call.name == name for key in call.arguments)
+        parameters = {"type": "object", "properties": {key: {} for key in keys}}
+        offered.append({"type": "function", "function": {"name": name, "description": "", "parameters": parameters}})
+    return offered

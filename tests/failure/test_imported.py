@@ -1,0 +1,156 @@
+"""A folder of production traces becomes a suite: the road from `import` over `promote` to `eval`, and what is said when something lacks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.agent import load_tools
+from agentrl.cli import app
+from agentrl.contract.recorded import NAME, Recording
+from agentrl.errors import AgentRLError, TaskError, UserError
+from agentrl.failure.case import load_suite
+from agentrl.failure.imported import Missing, left_out, read_truths, task_of
+from agentrl.failure.trace import Spoken, Trace, Why
+from agentrl.records import Limits, Message, ToolCall
+from tests.run.suite_parts import OVERRIDES
+
+PROJECT = {
+    "pyproject.toml": "",
+    "judge.py": "from agentrl.records import Score\n\nasync def exact(task, episode):\n"
+    "    return Score(value=float(episode.answer == task.data['answer']))\n",
+    "policies.py": "from agentrl.testing import ScriptedPolicy, byte_tokenizer\n\n"
+    'LOOK = \'<tool_call>{"name": "look_up", "arguments": {"order": 4711}}</tool_call>\'\n\n'
+    "def right() -> ScriptedPolicy:\n"
+    "    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: LOOK if turn == 0 else 'It is on its way.')\n\n"
+    "def wrong() -> ScriptedPolicy:\n"
+    "    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: LOOK.replace('4711', '1') if turn == 0 else 'I cannot say.')\n",
+}
+CHAT = [
+    {"role": "system", "content": "You help customers."},
+    {"role": "user", "content": "Where is order 4711?"},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"order": 4711}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "shipped on Monday"},
+    {"role": "assistant", "content": "I cannot say."},
+    {"role": "user", "content": "Try again."},
+    {"role": "assistant", "content": "Sorry."},
+]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in PROJECT.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "one.json").write_text(json.dumps({"messages": CHAT}))
+    return tmp_path
+
+
+def agentrl(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == code and (code or done.exception is None), (done.output, done.exception)
+    return done.output if not isinstance(done.exception, AgentRLError) else str(done.exception)
+
+
+def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: Path) -> None:
+    agentrl("failures", "import", "support", "traces")
+    (row,) = json.loads(agentrl("failures", "list", "support", "--json"))["traces"]
+    (project / "truths.jsonl").write_text(json.dumps({"trace": row["id"], "truth": "It is on its way."}) + "\n")
+    told = agentrl("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", code=1)
+    assert "none can be a case: 1 hold no task" in told and "--verifier" in told
+    made = ("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", "--verifier", "./judge.py:exact")
+    told = agentrl(*made, code=1)
+    assert "the right answer: give --truths FILE" in told and row["id"] in told and "keys of its origin: " in told
+    told = agentrl(*made, "--truths", "truths.jsonl")
+    assert "1 new cases in evals/support" in told and "1 later messages of the user are left out" in told
+    (case,) = load_suite(project / "evals" / "support").cases
+    assert [one.content for one in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
+    assert case.task.tools == (NAME,) and case.task.data["answer"] == "It is on its way."
+    assert "were there" in agentrl(*made, "--truths", "truths.jsonl"), "once"
+    for policy, code in (("right", 0), ("wrong", 1)):
+        found = agentrl(
+            "eval", "evals/support", *OVERRIDES, "--policy", f"./policies.py:{policy}", "--run-dir", policy, "--json", code=code
+        )
+        assert json.loads(found.splitlines()[-1])["passed"] is (policy == "right")
+    words = (project / "wrong" / "suite" / "episodes.jsonl").read_text()
+    assert (
+        "look_up has no recorded answer to this call" in words
+        and "shipped on Monday" in (project / "right/suite/episodes.jsonl").read_text()
+    )
+
+
+def trace(*spoken: Spoken, **more: Any) -> Trace:
+    return Trace(id="t1", why=Why.IMPORTED, source="otel", spoken=spoken, **more)
+
+
+def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> Spoken:
+    return Spoken(message=Message(role=role, content=content, tool_calls=calls), **more)
+
+
+WHOLE = Missing(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
+
+
+def test_everything_that_lacks_is_named_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        task_of(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), Missing())
+    for lack in ("what the user asked", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
+        assert lack in str(error.value), lack
+
+
+def test_truth_may_come_from_the_origin_and_tools_from_stubs() -> None:
+    one = trace(said("user", "2 + 2?"), said("assistant", "", ToolCall(name="f", arguments={})), origin={"expected": "4"})
+    stubs = replace(WHOLE, truths={}, truth_from="expected", tools=("stubs:f",), image="sandboxes/mine")
+    task = task_of(one, stubs)
+    assert (task.data["answer"], task.tools, task.sandbox.image) == ("4", ("stubs:f",), "sandboxes/mine") and NAME not in task.data
+    assert left_out(one) == ""
+
+
+async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
+    calls = [ToolCall(name="f", arguments={"x": number, "y": "a"}) for number in range(4)]
+    schema = {"type": "function", "function": {"name": "g", "description": "G.", "parameters": {"type": "object", "properties": {}}}}
+    one = trace(
+        said("user", "go"),
+        said("assistant", "", calls[0], calls[1], call_ids=("a", "b")),
+        said("tool", "of b", answers="b"),
+        said("tool", "of a", answers="a", failed=True),
+        said("assistant", "", calls[2], calls[3], calls[0]),
+        said("tool", "third"),
+        tools=(schema,),
+    )
+    task = task_of(one, WHOLE)
+    assert [(call.arguments["x"], call.output, call.failed) for call in Recording.of(task).calls] == [
+        (0, "of a", True),
+        (1, "of b", False),
+        (2, "third", False),
+    ], "what was not answered then is not answered now"
+    tools = load_tools(task.tools, task=task)
+    assert list(tools) == ["g", "f"] and tools["g"].schema == schema
+    properties = tools["f"].schema["function"]["parameters"]["properties"]
+    assert list(properties) == ["x", "y"], "without a schema, what its calls show"
+    done = await tools["f"]({"y": "a", "x": 1}, None, Limits())
+    assert (done.output, done.ok) == ("of b", True), "whatever the order of the arguments"
+    done = await tools["f"]({"x": 3, "y": "a"}, None, Limits())
+    assert not done.ok and 'no recorded answer to this call; it was called with {"x": 0, "y": "a"}' in done.output
+    assert list(load_tools(task.tools)) == [], "where only names are looked at"
+    with pytest.raises(TaskError, match="hold no recording"):
+        load_tools(task.tools, task=replace(task, data={}))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"trace": "a"}', "7", '"a"', "[" * 100_000])
+def test_a_file_of_truths_that_is_none_names_its_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n\n' + text + "\n")
+    with pytest.raises(UserError, match="truths:3 is no truth"):
+        read_truths(tmp_path / "truths")
+    (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n')
+    assert read_truths(tmp_path / "truths") == {"a": 4}
+    with pytest.raises(UserError, match=r"(?i)no such"):
+        read_truths(tmp_path / "none")
