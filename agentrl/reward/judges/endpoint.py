@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from agentrl import secrets
 from agentrl.errors import JudgeError, PromptRefusedError, UserError
 from agentrl.fields import text as encodable
+from agentrl.liveness import Answers
 from agentrl.reward.judges.backoff import TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
 from agentrl.reward.judges.servers import NotUp, Served
 from agentrl.usercode import describe, printable
@@ -98,6 +99,7 @@ class Endpoint:
     clock: Clock = field(default_factory=SystemClock, repr=False)
     _wires: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wire] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _takes_no_schema: list[str] = field(default_factory=list, init=False, repr=False)
+    _live: Answers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
@@ -109,6 +111,8 @@ class Endpoint:
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
             if not getattr(self, name) > 0:
                 raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="give a larger number")
+        fix = "check the endpoint; it is asked again, on new connections, and questions wait for their patience_s"
+        object.__setattr__(self, "_live", Answers(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
         """What decides about its answers, and nothing else: not where the server is, nor how long it is waited for.
@@ -137,6 +141,10 @@ class Endpoint:
         Raises:
             JudgeError: nothing came within `patience_s`, or the server refuses such requests.
         """
+        with nullcontext() if isinstance(self.url, Served) else self._live.question():  # a server of the run is watched where it runs
+            return await self._answer(messages, schema, more or {})
+
+    async def _answer(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Reply:
         wire, began, tries, why, refused = self._wire(), self.clock.monotonic(), 0, "", ""
         if self.structured == "never" or self._takes_no_schema:
             schema = None
@@ -150,7 +158,10 @@ class Endpoint:
                 continue
             tries += 1
             async with wire.slots:
-                got = await self._once(wire, self._body(messages, schema, more or {}), messages, schema, limit_s=min(self.timeout_s, left))
+                asked = self.clock.monotonic()
+                got = await self._once(wire, self._body(messages, schema, more), messages, schema, limit_s=min(self.timeout_s, left))
+            if not isinstance(got, _Later):
+                self._live.answered(self.clock.monotonic() - asked)
             if isinstance(got, _Later):
                 why = got.why
                 self._pause(wire, wait_s(tries, got.wait_s), why)
