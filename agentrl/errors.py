@@ -65,6 +65,10 @@ class ServingError(InfrastructureError):
     """The inference server died, refused or gave a malformed answer."""
 
 
+class ServerDied(ServingError):
+    """The inference server died, or was replaced, before it had answered a request."""
+
+
 class RequestRefused(ServingError):
     """The inference server refused a request because of its content (status 400, 413 or 422)."""
 

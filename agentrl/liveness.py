@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
 
 FACTOR = 10.0
 LEAST_S = 60.0
 """Shortest deadline: longer than the pauses of a busy machine."""
+SOUND_S = 600.0
+"""Seconds of work after which an earlier failure of the part does not count any more."""
 _HISTORY = 1024  # newest durations of one kind of work
 _LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
 
@@ -42,6 +46,8 @@ class Liveness:
         self._taken: dict[tuple[str, bool], deque[tuple[float, float]]] = {}  # (work, first of its life?) -> (size, seconds)
         self._met: set[str] = set()  # kinds of work, in this life
         self._current: tuple[str, bool] | None = None
+        self.needs_s = 0.0
+        """Seconds that a piece of the work takes by a measurement. No deadline is shorter than `FACTOR` times this."""
         self.begin()
 
     def begin(self, work: str = "starting") -> None:
@@ -73,10 +79,11 @@ class Liveness:
         """Seconds of silence that are allowed now; infinite at rest."""
         if self._current is None:
             return float("inf")
+        least_s = max(self._least_s, FACTOR * self.needs_s)
         taken = self._taken.get(self._current, ())
         if not any(2 * size >= self._size for size, _ in taken):
-            return max(self._first_s, self._least_s)
-        return max(self._least_s, FACTOR * max(seconds for _, seconds in taken))
+            return max(self._first_s, least_s)
+        return max(least_s, FACTOR * max(seconds for _, seconds in taken))
 
     def overdue(self) -> str:
         """The reason why the part counts as stuck; empty while its silence is within the deadline."""
@@ -91,3 +98,94 @@ class Liveness:
         taken = self._taken.get(self._current, ())
         before = f"longest so far: {max(seconds for _, seconds in taken):.1f} s" if taken else "for the first time"
         return f"{self.what} has made no progress for {self.silent_s:.0f} s while {self._current[0]} ({before}; deadline: {deadline:.0f} s)"
+
+
+class Restarts:
+    """The restarts of one part in a row. A part that has worked for `sound_s` since its last start counts from 0 again.
+
+    So a part that cannot work ends the run soon, and rare failures do not add up over a long one.
+    """
+
+    def __init__(self, *, sound_s: float = SOUND_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = 0
+        self._row, self._sound_s, self._clock, self._since = 0, sound_s, clock, clock()
+
+    def progress(self) -> None:
+        """Records that the part has made progress."""
+        if self._clock() - self._since >= self._sound_s:
+            self._row = 0
+
+    def failed(self) -> int:
+        """Records a failure. Returns the number of failures in a row, this one included."""
+        self.total += 1
+        self._row += 1
+        return self._row
+
+    def started(self) -> None:
+        """Records that the part works again."""
+        self._since = self._clock()
+
+
+class Answers:
+    """The liveness of a part that answers questions of many episodes and is not this run's to check: an MCP server, a judge's endpoint.
+
+    Time counts while any question waits. Without an answer for `deadline_s` of it the part counts as stuck until it answers.
+    """
+
+    def __init__(
+        self, what: str, *, fix: str, first_s: float, least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            what: the part's name in messages.
+            fix: what a person can do if it does not answer.
+            first_s: deadline in seconds before the first answer.
+        """
+        self.what, self.fix = what, fix
+        self._first_s, self._least_s, self._clock = first_s, least_s, clock
+        self._longest_s: float | None = None  # to an answer
+        self._waiting, self._looked, self._silent_s = 0, clock(), 0.0
+
+    @contextmanager
+    def question(self) -> Iterator[None]:
+        """Around one question, with everything that is tried for it."""
+        _asked.add(self)
+        self._count()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._waiting -= 1
+
+    def answered(self, seconds: float) -> None:
+        """Records an answer, which took so many seconds."""
+        self._looked, self._silent_s = self._clock(), 0.0
+        self._longest_s = max(self._longest_s or 0.0, seconds)
+
+    @property
+    def deadline_s(self) -> float:
+        """`FACTOR` times the longest time to an answer so far, and at least `least_s`."""
+        return self._first_s if self._longest_s is None else max(self._least_s, FACTOR * self._longest_s)
+
+    def overdue(self) -> str:
+        """The reason why it counts as stuck; empty if it answers, or has not been asked for long enough. Call it regularly."""
+        self._count()
+        if self._silent_s <= (deadline := self.deadline_s):
+            return ""
+        before = "it never has" if self._longest_s is None else f"longest so far: {self._longest_s:.1f} s"
+        return f"{self.what} has answered nothing for {self._silent_s:.0f} s ({before}; deadline: {deadline:.0f} s)"
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._waiting:
+            self._silent_s += min(max(now - self._looked, 0.0), _LOOK_S)
+        self._looked = now
+
+
+_asked: WeakSet[Answers] = WeakSet()
+
+
+def asked() -> list[Answers]:
+    """The parts of this process that have been asked anything."""
+    return list(_asked)

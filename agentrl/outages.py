@@ -66,27 +66,46 @@ _NAME = re.compile(
 )
 _LATE_NAME = re.compile(r"Time(?:d)?_?[Oo]ut")
 
+_STATUS = r"(?:429|50[0-4]|52\d)"
+_ENDS = (
+    r"(?=['\"]?(?:\s{0,9}(?:$|[\n\])}>|])|[.,;:](?!\s?\d)|\s{1,9}(?:\(|-(?!\s?\d)|\w{1,20}=)|\s(?:for|from|at) (?:ur[il]|https?:|/)"
+    r"|\s(?:internal server|bad gateway|service (?:temporarily )?unavailable|gateway time|server error\b|too many requests"
+    r"|origin (?:is|dns)|web server (?:is|returned))))"
+)
+"""What follows the status of an error report. In "Status: 500 items", the number counts something."""
+_WITH_STATUS = (
+    r"(?:\bhttps?(?:/[\d.]{1,4})?(?: error| status(?: code)?| code)?|\b(?:http|response|upstream|error)_status(?:_?code)?"
+    r"|\bstatus[ _]?code|\b(?:error|response)[ _]code"
+    r"|(?:^|[\n:;(]\s?|\b(?:failed,?|with|return(?:s|ed)?|got|server|unexpected|the) )status)[ :=(]{1,4}['\"]?"
+)
 _SAYS = re.compile(
     r"connection (?:was |has been |is |already |unexpectedly ){0,2}(?:refused|reset|aborted|closed|lost|dropped|timed out|error)"
     r"|connection(?: attempts?)? failed|connect call failed|(?:failed|unable) to (?:connect|establish)"
     r"|(?:can ?not|can't|could not|couldn't) connect"
     r"|econn(?:refused|reset|aborted)|etimedout|\benotfound\b|ehostunreach|eai_again"
-    r"|server (?:has )?(?:disconnected|closed the connection|gone away|is down)|remote end closed|broken pipe|socket hang up"
+    r"|server (?:has )?(?:disconnected|closed the connection|gone away|is down)|remote end closed|peer closed connection|broken pipe"
+    r"|socket hang up|response payload is not completed|terminating connection due to|clusterdown|is loading the dataset in memory"
+    r"|database system is (?:starting up|shutting down|in recovery)|not yet accepting connections"
     r"|no route to host|(?:network|host) is (?:unreachable|down)|name or service not known|temporary failure in name resolution"
     r"|nodename nor servname|getaddrinfo failed|could not resolve host|no address associated with hostname"
     r"|(?:service|server|backend|upstream|database|temporarily) (?:is )?(?:temporarily |currently )?unavailable"
     r"|bad gateway|gateway time-?out|internal server error|too many requests|rate[ -]?limit(?:ed| exceeded| reached| ?error)"
     r"|upstream (?:\w{1,20} ){0,2}(?:time-?out|timed out|error|reset|failure)"
     r"|(?:server|service|model|engine)(?: is)?(?: currently)? overloaded|overloaded_error"
-    r"|\b(?:https?(?:/[\d.]{1,4})?|(?:\w{0,20}_)?status(?:[ _]?code)?|(?:http|error|response)[ _]code)[ :='\"(]{1,4}(?:429|50[0-4]|52\d)\b"
-    r"|\"code\"[ :]{1,3}(?:429|50[0-4]|52\d)\b"
-    r"|\berror[ :]{1,2}(?:429|50[0-4]|52\d)(?=[.,;)]|\s*$)|\b50[0234]:? (?:internal|bad|service|gateway|server|upstream|temporar)"
-    r"|max retries exceeded|deadline[_ ]exceeded|i/o timeout|timeout of \d{1,9} ?ms exceeded"
+    rf"|{_WITH_STATUS}{_STATUS}\b{_ENDS}|\berror[ :]{{1,2}}{_STATUS}\b{_ENDS}"
+    rf"|\b{_STATUS}(?:, message='| server error(?=\s?[:(]|\s{{0,9}}$))|\bstatuscode\.(?:{'|'.join(sorted(_GRPC))})\b"
+    r"|max retries exceeded|deadline[_ ]?exceeded|i/o timeout|timeout of \d{1,9} ?ms exceeded"
+    r"|timeout (?:reading|writing) (?:from|to) socket|timed out while waiting for (?:a )?response"
     r"|(?:read|connect|connection|request|socket|gateway|upstream|server|network|pool|handshake) (?:operation )?time(?:d out|-?out)\b"
     r"|no space left on device|disk quota exceeded|too many open files|too many (?:clients|connections)|database is locked|disk i/o error"
+    r"|remaining connection slots are reserved"
     r"|certificate (?:verify failed|has expired)|ssl handshake|tls handshake|unexpected_eof_while_reading",
     re.IGNORECASE,
 )
+_FIELD = re.compile(rf"\"(?:code|status|status_?code|http_?status)\"\s{{0,4}}:\s{{0,4}}\"?{_STATUS}\b(?!\.\d)", re.IGNORECASE)
+_ERROR_FIELD = re.compile(r"\"(?:errors?|exception|message)\"\s{0,4}:", re.IGNORECASE)
+"""In JSON, a status is an error report only next to a field that describes the error."""
+_NEAR = 300  # characters between both
 _WORD = re.compile(r"[a-z0-9]+")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,20}://", re.IGNORECASE)
 _HOST_PORT = re.compile(
@@ -132,10 +151,19 @@ def outage(error: BaseException, asked: Mapping[str, Any] | None = None, *, said
 def outage_in(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
     """The phrase in which a text reports an outage; "" if there is none. Words in `asked` do not count: a tool may repeat its arguments."""
     own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
-    for found in _SAYS.finditer(text[:_MAX_TEXT]):
-        if not own or not set(_WORD.findall(found[0].lower())) <= own:
-            return found[0]
+    for found in _reports(text[:_MAX_TEXT]):
+        if not own or not set(_WORD.findall(found.lower())) <= own:
+            return found
     return ""
+
+
+def _reports(text: str) -> Iterator[str]:
+    """The phrases of a text that report outages."""
+    for found in _SAYS.finditer(text):
+        yield found[0]
+    for found in _FIELD.finditer(text):
+        if _ERROR_FIELD.search(text, max(0, found.start() - _NEAR), found.end() + _NEAR):
+            yield found[0]
 
 
 def outage_named(error_type: str) -> bool:

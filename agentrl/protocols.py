@@ -460,6 +460,11 @@ class PolicyServer(Policy, Protocol):
         """The newest reading, some seconds old at most; None while there is none."""
         ...
 
+    @property
+    def token_s(self) -> float:
+        """Seconds per sampled token of one request, measured when the server was started and had nothing else to do; 0: unknown."""
+        ...
+
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Returns once it answers with `version` and the logprob probe agrees. `await_probe`: wait for the learner to write version 0's."""
         ...

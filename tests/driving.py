@@ -102,7 +102,7 @@ class Journaled(ScriptedPolicy):
 class AlwaysServed:
     """A server at version 0."""
 
-    version, sha256 = 0, "0" * 64
+    version, sha256, token_s = 0, "0" * 64, 0.0
 
     async def wait_version(self, number: int) -> None:
         assert number <= 0

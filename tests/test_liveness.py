@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.liveness import FACTOR, LEAST_S, Liveness
+from agentrl.liveness import FACTOR, LEAST_S, SOUND_S, Answers, Liveness, Restarts
 from agentrl.testing.clock import JumpingClock
 
 FIRST_S = 1800.0
@@ -200,3 +200,90 @@ def test_work_without_a_size_has_the_size_1() -> None:
         live.progress("working")
     live.progress("working", 2.125)
     assert live.deadline_s == FIRST_S
+
+
+def test_no_deadline_is_shorter_than_ten_times_a_measured_piece_of_work() -> None:
+    """A long prompt on a CPU shows no progress for minutes, however quickly short ones were computed."""
+    clock = JumpingClock()
+    live = part(clock)
+    live.needs_s = 30.0
+    assert live.deadline_s == FIRST_S
+    steps(clock, live, 3, 1.0)
+    assert live.deadline_s == FACTOR * 30.0
+    assert not silent_for(299, clock, live) and silent_for(3, clock, live)
+    live.needs_s = 1000.0
+    live.begin()
+    assert live.deadline_s == FACTOR * 1000.0, "nor is the first one"
+
+
+def test_restarts_count_in_a_row() -> None:
+    clock = JumpingClock()
+    restarts = Restarts(clock=clock.monotonic)
+    assert [restarts.failed() for _ in range(3)] == [1, 2, 3]
+    restarts.started()
+    clock.now += SOUND_S - 1
+    restarts.progress()
+    assert restarts.failed() == 4, "it worked too shortly"
+    restarts.started()
+    for _ in range(20):
+        clock.now += SOUND_S / 10
+        restarts.progress()
+    assert restarts.failed() == 1 and restarts.total == 5
+
+
+@given(st.integers(1, 400))
+def test_rare_failures_do_not_add_up(hours: int) -> None:
+    clock = JumpingClock()
+    restarts = Restarts(clock=clock.monotonic)
+    for _ in range(hours):
+        clock.now += 3600.0
+        restarts.progress()
+        assert restarts.failed() == 1
+        restarts.started()
+    assert restarts.total == hours
+
+
+def answering(clock: JumpingClock) -> Answers:
+    return Answers("MCP server search", fix="check it", first_s=120.0, clock=clock.monotonic)
+
+
+def passes(clock: JumpingClock, live: Answers, seconds: float) -> str:
+    for _ in range(int(seconds / 5)):
+        clock.now += 5.0
+        live.overdue()
+    return live.overdue()
+
+
+def test_a_part_that_answers_nothing_is_overdue_whatever_becomes_of_each_question() -> None:
+    """Each call ends at its own deadline of ten seconds, and is followed by another."""
+    clock = JumpingClock()
+    live = answering(clock)
+    for number in range(40):
+        with live.question():
+            passes(clock, live, 10)
+        passes(clock, live, 600)
+        assert bool(live.overdue()) == (10 * (number + 1) > 120), "only time in which it is asked counts"
+    assert live.overdue() == "MCP server search has answered nothing for 400 s (it never has; deadline: 120 s)"
+    live.answered(3.0)
+    assert live.overdue() == ""
+
+
+def test_a_part_that_answers_others_is_not_overdue() -> None:
+    clock = JumpingClock()
+    live = answering(clock)
+    with live.question():
+        for _ in range(100):
+            with live.question():
+                passes(clock, live, 10)
+                live.answered(10.0)
+            assert live.overdue() == ""
+        assert live.deadline_s == FACTOR * 10.0
+        assert passes(clock, live, 95) == "" and "longest so far: 10.0 s; deadline: 100 s" in passes(clock, live, 10)
+
+
+def test_time_in_which_the_driver_was_stopped_is_nobody_s_silence() -> None:
+    clock = JumpingClock()
+    live = answering(clock)
+    with live.question():
+        clock.now += 3600.0
+        assert live.overdue() == ""

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures.process
 import errno
 import http.client
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -416,3 +418,115 @@ def test_it_decides_whatever_the_error_and_the_arguments_are(asked: dict[str, An
 @given(st.text(), st.dictionaries(st.text(), JSON))
 def test_any_text(text: str, asked: dict[str, Any]) -> None:
     assert isinstance(outage_in(text, asked), str)
+
+
+REPORTED = [
+    # httpx
+    "[Errno 111] Connection refused",
+    "All connection attempts failed",
+    "Server error '503 Service Unavailable' for url 'http://10.0.0.1/x'\nFor more information check: https://httpstatuses.com/503",
+    "Server disconnected without sending a response.",
+    "The read operation timed out",
+    "peer closed connection without sending complete message body (incomplete chunked read)",
+    # requests
+    "503 Server Error: Service Unavailable for url: http://10.0.0.1/x",
+    "520 Server Error: <none> for url: http://10.0.0.1/x",
+    "('Connection aborted.', RemoteDisconnected('Remote end closed connection without response'))",
+    "HTTPConnectionPool(host='10.0.0.1', port=80): Read timed out. (read timeout=2)",
+    # aiohttp
+    "Cannot connect to host 10.0.0.1:80 ssl:default [Connect call failed ('10.0.0.1', 80)]",
+    "503, message='Service Unavailable', url='http://10.0.0.1/x'",
+    "520, message='', url='http://10.0.0.1/x'",
+    "Response payload is not completed: <ContentLengthError: 400, message='Not enough data'>",
+    "Connection timeout to host http://10.0.0.1/x",
+    # urllib
+    "HTTP Error 503: Service Unavailable",
+    "HTTP Error 520:",
+    "<urlopen error [Errno 111] Connection refused>",
+    # gRPC
+    '<AioRpcError of RPC that terminated with:\n\tstatus = StatusCode.UNAVAILABLE\n\tdetails = "no"\n>',
+    '<_InactiveRpcError of RPC that terminated with:\n\tstatus = StatusCode.DEADLINE_EXCEEDED\n\tdetails = "Deadline Exceeded"\n>',
+    "rpc error: code = DeadlineExceeded desc = late",
+    # openai
+    "Error code: 503 - {'error': {'message': 'later', 'type': 'server_error'}}",
+    "Error code: 429 - {'error': 'later'}",
+    "Connection error.",
+    "Request timed out.",
+    # psycopg
+    'connection to server at "10.0.0.1", port 5432 failed: Connection refused\n\tIs the server running on that host?',
+    "server closed the connection unexpectedly",
+    "FATAL:  the database system is starting up",
+    "FATAL:  sorry, too many clients already",
+    "FATAL:  remaining connection slots are reserved for roles with the SUPERUSER attribute",
+    "terminating connection due to administrator command",
+    # redis
+    "Error 111 connecting to localhost:6379. Connection refused.",
+    "Connection closed by server.",
+    "Timeout reading from socket",
+    "LOADING Redis is loading the dataset in memory",
+    "CLUSTERDOWN The cluster is down",
+    # MCP
+    "Connection closed",
+    "MCP error -32001: Request timed out",
+    "Timed out while waiting for response to ClientRequest. Waited 5.0 seconds.",
+    "Error executing tool search: HTTP 503",
+    "Error calling tool 'search': Client error '429 Too Many Requests' for url 'https://x/'",
+    # what tools write themselves
+    "Status: 503",
+    "the server answered with status 503",
+    "request failed (status code 502)",
+    "unexpected status 500: oops",
+    "HTTP status 503 for url https://x/",
+    "http_status=503 path=/x",
+    "response code: 504, try again",
+    '{"error": {"code": 503, "message": "later"}}',
+    '{"code": 500, "message": "oops"}',
+    '{"status": 503, "error": "later"}',
+]
+
+
+@pytest.mark.parametrize("text", REPORTED)
+def test_texts_of_real_clients_and_servers(text: str) -> None:
+    assert outage_in(text)
+    assert outage_in(f"Error executing tool search: {text}")
+
+
+NOUNS = ("items", "rows", "ms", "of 900", "students", "EUR", "pages", "and 404", "to 600", "- 599", "services", "users", "x 3", "is free")
+LABELS = (
+    *("Status", "status", "order status", "Status code", "HTTP", "http status", "Error", "error code", "response code", "code", "count"),
+    *("total", "The server has", "width", "room", "error rate in", "exit status", "status of", "Response:", "errors:"),
+)
+NUMBERS = (429, 500, 501, 502, 503, 504, 520, 529)
+
+
+@given(st.sampled_from(LABELS), st.sampled_from([" ", ": ", " = ", "="]), st.sampled_from(NUMBERS), st.sampled_from(NOUNS))
+def test_numbers_that_count_something_report_no_outage(label: str, mark: str, number: int, noun: str) -> None:
+    for text in (f"{label}{mark}{number} {noun}", f"a\n{label}{mark}{number} {noun}\nb", f"{number} {noun}, {label}{mark}{number} {noun}"):
+        assert outage_in(text) == "", text
+
+
+@given(st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=6), st.sampled_from(LABELS), st.sampled_from([", ", " and ", " - ", "."]))
+def test_lists_of_numbers_report_no_outage(numbers: list[int], label: str, mark: str) -> None:
+    assert outage_in(f"{label}: {mark.join(map(str, numbers))} were counted") == ""
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["code", "status", "id", "name", "count", "country", "items", "statusCode", "details", "title"]),
+        st.sampled_from(NUMBERS) | st.sampled_from(["Honduras", "open", ""]),
+    )
+)
+def test_fields_of_records_report_no_outage(record: dict[str, int | str]) -> None:
+    assert outage_in(json.dumps(record)) == "" and outage_in(json.dumps([record, record], indent=2)) == ""
+
+
+@given(st.sampled_from(NUMBERS), st.sampled_from(["room", "order status", "page", "id"]), st.sampled_from(["", "\n", ".", ")"]))
+def test_numbers_at_the_end_of_a_line_report_no_outage(number: int, label: str, mark: str) -> None:
+    assert outage_in(f"{label}: {number}{mark}") == ""
+
+
+def test_a_text_of_statuses_alone_is_searched_in_linear_time() -> None:
+    for text in ("status: 500 " + " " * 20_000, "status 500 " * 2000, '"code": 500, ' * 1600, "HTTP 500 - 5" * 1700):
+        started = time.monotonic()
+        outage_in(text)
+        assert time.monotonic() - started < 1.0

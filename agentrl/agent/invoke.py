@@ -3,22 +3,24 @@
 If a tool raises on its arguments or returns no valid outcome, the agent gets an error. An outage of what the tool depends on
 (`agentrl.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt ends and is retried. The
 exception is an outage that the arguments provoked (`agentrl.agent.provoked`): otherwise an agent could end its attempts that way and
-choose which of them count. Sandbox faults are infrastructure faults, even if a tool hides them.
+choose which of them count. To find out, the call is repeated for `PATIENCE_S` if the tool has answered others; an outage that is over by
+then costs nothing. Sandbox faults are infrastructure faults, even if a tool hides them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from agentrl import usercode
-from agentrl.agent.provoked import CallRecord
-from agentrl.agent.tools import MAX_TEXT, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
+from agentrl.agent.provoked import Caller, CallRecord, Case
+from agentrl.agent.tools import MAX_TEXT, OUTAGE, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
 from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnavailable
+from agentrl.fields import json_object
 from agentrl.outages import Outage, outage
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Failure, Limits
@@ -29,6 +31,10 @@ T = TypeVar("T")
 SANDBOX_MARGIN_S = 60.0
 """How much longer than `Limits.tool_timeout_s` a call may take that uses the sandbox. A program's own limit, and those of the
 sandbox's other operations, pass before."""
+PATIENCE_S = 7.5
+"""Seconds for which a call that reports an outage is repeated, at most `Limits.tool_timeout_s`. Meanwhile, other episodes' calls show
+whether the tool is up. A call that uses the sandbox or an object of the episode is not repeated; only the decision waits."""
+_PAUSES = (1 / 15, 4 / 15, 10 / 15)  # before each repetition, as parts of it
 MAX_ANSWER = MAX_TEXT
 """Characters of an answer that a tool may submit."""
 ARGUMENT_FAULTS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, FileNotFoundError)
@@ -45,6 +51,22 @@ class Called:
     sandbox_lost: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Down:
+    """A call that ended with an outage."""
+
+    out: Outage
+    error: BaseException
+    told: Callable[[], Called]  # what the call comes to if it provoked the outage
+    repeats: bool  # whether the same call may be made again
+    case: Case | None  # None: there is no record
+
+    @property
+    def waits(self) -> bool:
+        """Whether other calls may change the decision. A late call has waited long enough."""
+        return self.case is not None and self.case.contested and not self.out.late
+
+
 async def call_tool(
     tool: Tool,
     arguments: Mapping[str, Any],
@@ -52,7 +74,7 @@ async def call_tool(
     limits: Limits,
     *,
     turn: int,
-    attempt: str = "",
+    caller: Caller | None = None,
     record: CallRecord | None = None,
     on_lost: Callable[[], None] = lambda: None,
 ) -> Called:
@@ -60,7 +82,7 @@ async def call_tool(
     may take to be started (`opening_s`). What the tool has of bounds takes the place of these limits.
 
     Args:
-        attempt: id of the calling episode, for `record`.
+        caller: who calls, for `record`.
         record: how the run's tools answered so far. Without it, every outage is an infrastructure fault, and a late answer the policy's.
         on_lost: told at once when the call makes the sandbox useless, before others that wait for the sandbox fail.
 
@@ -71,24 +93,20 @@ async def call_tool(
         BaseException: a bug in the sandbox layer, whatever it raised.
     """
     watched = None if sandbox is None else _Watched(sandbox, on_lost)
-    limits = bounds_of(tool).over(limits)
-    margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if sandbox is None else SANDBOX_MARGIN_S)
-    what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
-    since, started = usercode.cancellations(), time.monotonic()
-    try:
-        given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s)
-        called = Called(outcome=checked(given, limits))
-        if record is not None and called.outcome.ok:
-            record.answered(tool.name, attempt=attempt, started=started)
-    except BaseException as error:
-        usercode.let_go(error, since)
-        if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
-            raise known from None
-        ours = watched is not None and (watched.lost or watched.error is not None)  # the sandbox's, below
-        out = None if ours else _outage(error, arguments, alone=watched is None and record is not None)
-        if out is not None and not (record is not None and record.provoked(tool.name, attempt=attempt, started=started, late=out.late)):
-            raise _unavailable(what, out, server=isinstance(error, Fault)) from error
-        called = Called(outcome=_told(tool.name, error, timeout_s), failure=_failure(what, error, turn))
+    limits, what = bounds_of(tool).over(limits), f"tool {tool.name}"
+    history = None if record is None else _History(record, tool.name, caller or Caller(attempt="", task=""))
+    pauses = iter([part * min(PATIENCE_S, limits.tool_timeout_s) for part in _PAUSES])
+    called, repeated = await _once(tool, arguments, watched, limits, turn=turn, history=history), False
+    while isinstance(called, _Down) and called.waits and (pause := next(pauses, None)) is not None:
+        await asyncio.sleep(pause)
+        if called.repeats:
+            called, repeated = await _once(tool, json_object(arguments), watched, limits, turn=turn, history=history), True
+    if isinstance(called, _Down):
+        if called.case is None or not called.case.provoked(sure=called.out.late or repeated):
+            raise _unavailable(what, called) from called.error
+        called = called.told()
+    elif history is not None:
+        history.over()
     if watched is not None and watched.error is not None:
         raise watched.error
     if watched is None or not watched.lost:
@@ -96,6 +114,59 @@ async def call_tool(
     message = f"{what} abandoned a call to the sandbox, which cannot be used any more"
     failure = called.failure or Failure(stage="tool", blame=Blame.POLICY, kind="sandbox_abandoned", message=message, turn=turn)
     return Called(outcome=called.outcome, failure=failure, sandbox_lost=True)
+
+
+class _History:
+    """What a run's record holds of one call, which may be repeated."""
+
+    def __init__(self, record: CallRecord, tool: str, caller: Caller) -> None:
+        self._record, self._tool, self._caller = record, tool, caller
+        self._case: Case | None = None
+        self._since = record.ended  # when the call was made
+
+    def begin(self) -> None:
+        self._since = self._record.ended
+
+    def answered(self) -> None:
+        self._record.answered(self._tool, self._caller)
+
+    def failed(self, *, late: bool) -> Case:
+        """The case of the first failure; later ones belong to it."""
+        self._case = self._case or self._record.failed(self._tool, self._caller, since=self._since if late else None)
+        return self._case
+
+    def over(self) -> None:
+        """The call has a result after all."""
+        if self._case is not None:
+            self._case.withdraw()
+
+
+async def _once(
+    tool: Tool, arguments: Mapping[str, Any], watched: _Watched | None, limits: Limits, *, turn: int, history: _History | None
+) -> Called | _Down:
+    """One call. Raises as `call_tool` does, but no `ToolUnavailable`."""
+    margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if watched is None else SANDBOX_MARGIN_S)
+    what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
+    since = usercode.cancellations()
+    if history is not None:
+        history.begin()
+    try:
+        given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s)
+        called = Called(outcome=checked(given, limits))
+        if history is not None and called.outcome.ok:
+            history.answered()
+        return called
+    except BaseException as error:
+        usercode.let_go(error, since)
+        if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
+            raise known from None
+        ours = watched is not None and (watched.lost or watched.error is not None)  # the sandbox's, in `call_tool`
+        out = None if ours else _outage(error, arguments, alone=watched is None and history is not None)
+        told = partial(_policys, tool.name, error, timeout_s, turn)
+        if out is None:
+            return told()
+        repeats = watched is None and getattr(tool, "repeats", True) and not (isinstance(error, Fault) and error.kind != OUTAGE)
+        return _Down(out=out, error=error, told=told, repeats=repeats, case=None if history is None else history.failed(late=out.late))
 
 
 def checked(given: object, limits: Limits) -> ToolOutcome:
@@ -119,9 +190,16 @@ def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) 
     return None if isinstance(error, NotAnOutcome) else outage(error, arguments)
 
 
-def _unavailable(what: str, out: Outage, *, server: bool) -> ToolUnavailable:
+def _unavailable(what: str, down: _Down) -> ToolUnavailable:
+    server = isinstance(down.error, Fault)
     fix = "start or repair " + ("the server, or what it calls" if server else "what the tool calls; for wrong arguments raise ValueError")
-    return ToolUnavailable(f"{what}: {out.text}\n  fix: {fix}")
+    note = "" if down.case is None else down.case.note
+    return ToolUnavailable(f"{what}: {down.out.text}{note}\n  fix: {fix}")
+
+
+def _policys(name: str, error: BaseException, timeout_s: float, turn: int) -> Called:
+    """A call that went wrong by the policy's doing."""
+    return Called(outcome=_told(name, error, timeout_s), failure=_failure(f"tool {name}", error, turn))
 
 
 def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:

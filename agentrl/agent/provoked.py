@@ -1,56 +1,150 @@
-"""Decides whether the calls of one episode provoked a tool's outage, from how the tool answered other calls.
+"""Decides whether the call of one episode provoked a tool's outage, from how the tool answered other calls.
 
 An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. So an agent that can cause outages
-with its arguments could choose which of its episodes count. Two observations show that the tool was up:
+with its arguments could choose which of its episodes count. Evidence of an outage therefore comes from calls of other episodes. They are
+those that ended after the call had failed (of a late call: after it was made; of a retried episode: after its first outage). The first rule
+that applies decides:
 
-- The outage recurs in another attempt of the same episode, and the tool has answered at least half of the other calls since the first one.
-- The call got no answer in time, and the tool has answered at least half of the other calls that started after it.
+1. The tool has failed at least `FEW` other episodes, and answered less than the share `UP`: it is down.
+2. It has never answered an attempt at this task, and failed another one: it is down for this task.
+3. It has answered some, and an attempt at this task, and the outage is `sure`: the same call failed repeatedly, got no answer in time, or
+   an earlier attempt of the episode had an outage too. The call provoked it.
+4. It has never answered another episode, or it has failed the last `FEW` of them: it is down.
+5. Only this call shows the outage. Real outages of this kind are rare, so that one in `ONE_IN` episodes may have one. Beyond that, the call
+   provoked it.
 
-Nothing else is evidence. A server that answers a ping can still have lost its database, so servers are not probed.
+Servers are not pinged: a server that answers a ping can still have lost its database.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 KEPT_CALLS = 512
 """The newest calls that are kept for each tool."""
 KEPT_EPISODES = 4096
 """Episodes whose first outage is kept."""
 KEPT_TOOLS = 1024
-UP = 0.5
-"""Share of other calls that a tool must have answered to count as up. Otherwise it is down, whatever the cause, and the run pauses."""
+UP = 0.25
+"""Share of other episodes that a tool must have answered to count as up. Otherwise it is down, whatever the cause, and the run pauses."""
+FEW = 2
+"""One other failure proves nothing: another agent may have provoked it."""
+SEEN_DOWN = 4
+"""A tool that has failed as many other episodes and answered none is down; nothing else is waited for."""
+ONE_IN = 32
+"""Of so many episodes that a tool answers, one may have an outage that no other call shows; the first one always may."""
 _ATTEMPT = re.compile(r"-a\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who makes a call: one attempt of an episode at a task. Attempts at one episode have the same id but for their end, `-a0`, `-a1`."""
+
+    attempt: str
+    task: str
+
+    @property
+    def episode(self) -> str:
+        return _ATTEMPT.sub("", self.attempt)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call:
+    number: int  # in the order in which calls ended
+    episode: str
+    task: str
+    ok: bool
+    alone: bool = False  # an outage that no other call showed, for which the machine was blamed
 
 
 class CallRecord:
     """The newest calls of the tools of one run, by the tool's name. Use it from one event loop."""
 
     def __init__(self) -> None:
-        self._calls: OrderedDict[str, deque[tuple[float, bool, str]]] = OrderedDict()  # tool -> (start, answered, episode)
-        self._first: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()  # tool, episode -> start, attempt of its first outage
+        self.ended = 0
+        """The number of calls that have ended so far."""
+        self._calls: OrderedDict[str, deque[_Call]] = OrderedDict()
+        self._first: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()  # tool, episode -> its first outage, and whose attempt
 
-    def answered(self, tool: str, *, attempt: str, started: float) -> None:
-        """Records a successful call. `attempt` is the episode's id, `started` the time on the monotonic clock."""
-        self._add(tool, attempt, started, True)
+    def answered(self, tool: str, caller: Caller) -> None:
+        """Records a successful call."""
+        self._add(tool, caller, ok=True)
 
-    def provoked(self, tool: str, *, attempt: str, started: float, late: bool) -> bool:
-        """Records an outage, and returns whether the episode provoked it."""
-        episode = _ATTEMPT.sub("", attempt)
-        before = self._first.get((tool, episode))
-        since = started if before is None else before[0]
-        again = before is not None and before[1] != attempt
-        others = [ok for at, ok, who in self._calls.get(tool, ()) if at >= since and (ok or who != episode)]
-        self._first.setdefault((tool, episode), (started, attempt))
+    def failed(self, tool: str, caller: Caller, *, since: int | None = None) -> Case:
+        """Records an outage, and returns what decides about it. `since`: what `ended` was when the call was made, for a late one."""
+        call, key = self._add(tool, caller, ok=False), (tool, caller.episode)
+        first, attempt = self._first.setdefault(key, (call.number, caller.attempt))
         while len(self._first) > KEPT_EPISODES:
             self._first.popitem(last=False)
-        self._add(tool, attempt, started, False)
-        return (again or late) and sum(others) > 0 and sum(others) >= UP * len(others)
+        again = attempt != caller.attempt
+        return Case(self._calls[tool], call, since=first if again else call.number if since is None else since, again=again)
 
-    def _add(self, tool: str, attempt: str, started: float, ok: bool) -> None:
+    def _add(self, tool: str, caller: Caller, *, ok: bool) -> _Call:
+        self.ended += 1
         calls = self._calls.setdefault(tool, deque(maxlen=KEPT_CALLS))
         self._calls.move_to_end(tool)
         while len(self._calls) > KEPT_TOOLS:
             self._calls.popitem(last=False)
-        calls.append((started, ok, _ATTEMPT.sub("", attempt)))
+        calls.append(_Call(number=self.ended, episode=caller.episode, task=caller.task, ok=ok))
+        return calls[-1]
+
+
+class Case:
+    """One outage, until it is decided; `withdraw` if the call is answered after all."""
+
+    def __init__(self, calls: deque[_Call], call: _Call, *, since: int, again: bool) -> None:
+        self._calls, self._call, self._since, self._again = calls, call, since, again
+        self.note = ""
+        """What the message of the outage should add; set by `provoked`."""
+
+    @property
+    def contested(self) -> bool:
+        """Whether other calls can change the decision: the tool has answered some, or has failed only a few episodes so far."""
+        return any(one.ok for one in self._calls) or len({one.episode for one in self._others()}) < SEEN_DOWN
+
+    def withdraw(self) -> None:
+        """Removes the call from the record: it says nothing about the tool."""
+        if self._call in self._calls:
+            self._calls.remove(self._call)
+
+    def provoked(self, *, sure: bool) -> bool:
+        """Whether the call provoked the outage. `sure`: the same call has failed repeatedly, or got no answer in time."""
+        task, others = self._call.task, self._others()
+        after = [one for one in self._calls if one.number > self._since and (one.ok or one.episode != self._call.episode)]
+        seen = {one.episode: one.ok for one in after}  # the newest call of each
+        up = sum(seen.values())
+        if len(seen) - up >= FEW and up < UP * len(seen):
+            return False
+        answers_here = any(one.ok and one.task == task for one in self._calls)
+        if not answers_here and any(one.task == task for one in others):
+            self.note = "; it answers attempts at other tasks, and none at this one" if any(one.ok for one in others) else ""
+            return False
+        if up and answers_here and (sure or self._again):
+            return True
+        if not any(one.ok for one in others) or (not up and self._failed_since() >= FEW):
+            return False
+        return not self._allowed()
+
+    def _allowed(self) -> bool:
+        """Whether an outage that no other call shows may still be the machine's; then it is counted."""
+        spent = {one.episode for one in self._calls if one.alone}
+        answered = {one.episode for one in self._calls if one.ok}
+        if self._call.episode not in spent and len(spent) > len(answered) // ONE_IN:
+            return False
+        self._call.alone = True
+        self.note = "; no other call shows an outage of it"
+        return True
+
+    def _failed_since(self) -> int:
+        """Other episodes that the tool has failed since it answered one."""
+        failed = set[str]()
+        for one in reversed(self._others()):
+            if one.ok:
+                break
+            failed.add(one.episode)
+        return len(failed)
+
+    def _others(self) -> list[_Call]:
+        return [one for one in self._calls if one.episode != self._call.episode]

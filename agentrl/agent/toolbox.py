@@ -128,6 +128,8 @@ class Kept:
 class KeptTool:
     """One `tool` method of a class, on the object that this episode has of it."""
 
+    repeats = False  # after an outage, which may have changed the object
+
     def __init__(self, method: Typed, kept: Kept) -> None:
         self.name, self.schema, self.needs_sandbox = method.name, method.schema, method.needs_sandbox
         self.bounds, self.together = method.bounds, method.together
@@ -145,7 +147,7 @@ class Within:
     def __init__(self, tool: Tool, bounds: Bounds, words: Words) -> None:
         self.name, self.schema, self.needs_sandbox = tool.name, worded(tool.schema, words), tool.needs_sandbox
         self.bounds, self.together = bounds_of(tool).but(bounds), runs_together(tool)
-        self.opening_s = getattr(tool, "opening_s", 0.0)
+        self.opening_s, self.repeats = getattr(tool, "opening_s", 0.0), getattr(tool, "repeats", True)
         self._tool = tool
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:

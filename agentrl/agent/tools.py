@@ -32,6 +32,10 @@ class NotAnOutcome(Exception):
     """A tool gave something that is no outcome."""
 
 
+OUTAGE = "mcp_outage"
+"""`Fault.kind` of an outage that a server reports while it answers itself, so that the call can be repeated."""
+
+
 class Fault(Exception):
     """A failed call. The agent is shown `text`, and the episode's record has `kind`.
 

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from agentrl.agent.invoke import Called, call_tool
+from agentrl.agent.provoked import Caller
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
 from agentrl.errors import InfrastructureError
@@ -83,7 +84,7 @@ async def _run(
                 given,
                 limits,
                 turn=turn,
-                attempt=episode.id,
+                caller=Caller(attempt=episode.id, task=episode.task.id),
                 record=None if episode.tools is None else episode.tools.record,
                 on_lost=lambda: _lose(episode),
             )

@@ -81,10 +81,9 @@ def tool(
 
     A task names it by reference: `mytools:search`. What the agent is told comes from the function: parameters and their types, the
     docstring before its sections, and the entries of `Args`. Types are those that pydantic can write as JSON schema: str, int, float,
-    bool, Literal, Enum, list, dict, Optional, dataclasses. A parameter annotated `Sandbox` gets the episode's sandbox, one annotated `TaskData`
-    what may be known of its task, one annotated `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`, or a value
-    that is shown as JSON. A function
-    that is not `async` runs in a thread.
+    bool, Literal, Enum, list, dict, Optional, dataclasses. A parameter annotated `Sandbox` gets the episode's sandbox, one annotated
+    `TaskData` what may be known of its task, one annotated `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`,
+    or a value that is shown as JSON. A function that is not `async` runs in a thread.
 
     With options, `@tool(calls=3, timeout_s=60.0, output_chars=500)`, they take the place of the task's limits for this tool: its calls in
     an episode, the seconds of one, and the characters shown of one. `together=True` says that its calls may run at the same time as

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from typing import NoReturn
 
 from agentrl import usercode
-from agentrl.errors import InfrastructureError
+from agentrl.errors import InfrastructureError, ServerDied
 from agentrl.records import Failure
 
 MIN_WINDOW = 64
@@ -16,6 +16,8 @@ SUSPECT = 0.1
 _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN = 8
 OTHERS = "others"
+_SERVERS = (ServerDied.__name__, "SlowServer", "slow_server")
+"""Kinds of failures for which an inference server is to blame, whatever was requested."""
 
 
 class FaultRate:
@@ -37,7 +39,7 @@ class FaultRate:
         self._newest: deque[str | None] = deque(maxlen=window)  # kind of fault, None for a sound attempt
         self._failed = 0  # of the newest
         self._messages: dict[str, str] = {}  # newest of each kind
-        self._spoken: deque[bool] = deque(maxlen=window)  # of the newest: whether it failed after the policy had said something
+        self._spoken: deque[str | None] = deque(maxlen=window)  # of the newest: kind of fault after the policy's first turn
         self._suspected = False
         self._since_spoken = 0
         self._since = Counter[bool]()  # sound (False) and faulty (True) attempts since `figures` was last asked
@@ -55,8 +57,8 @@ class FaultRate:
             self._failed -= 1
         self._newest.append(kind)
         self._failed += failure is not None
-        spoken = failure is not None and (failure.stage == "score" or (failure.turn or 0) > 0)
-        self._spoken.append(spoken)
+        spoken = failure is not None and _spoken(failure)
+        self._spoken.append(kind if spoken else None)
         self._since_spoken += spoken
         self._since[failure is not None] += 1
         if len(self._newest) >= self._judged_from and self.share > self.limit:
@@ -79,24 +81,24 @@ class FaultRate:
         return {"attempts_ended": ended, "attempts_failed": failed}
 
     def suspects(self) -> dict[str, float]:
-        """The number of attempts since the last call that failed after the policy's first turn, for the metrics of a step."""
+        """The number of attempts since the last call that failed after the policy's first turn, for the metrics of a step.
+
+        Attempts that a dead or slow inference server ended do not count.
+        """
         spoken, self._since_spoken = self._since_spoken, 0
         return {"attempts_failed_spoken": spoken}
 
     def suspicion(self) -> str:
-        """An alert if the share of attempts that fail after the policy's first turn rises above `SUSPECT`; else "".
-
-        The policy can have provoked only these, to avoid a bad score.
-        """
-        count, newest = sum(self._spoken), len(self._spoken)
-        before, self._suspected = self._suspected, newest >= MIN_WINDOW // 2 and count > SUSPECT * newest
+        """An alert if the share of such attempts rises above `SUSPECT`; else ""."""
+        kinds = Counter(kind for kind in self._spoken if kind is not None)
+        before, self._suspected = self._suspected, len(self._spoken) >= MIN_WINDOW // 2 and kinds.total() > SUSPECT * len(self._spoken)
         if before or not self._suspected:
             return ""
-        kind, times = self.kinds.most_common(1)[0]
+        kind, times = kinds.most_common(1)[0]
         return (
-            f"{count} of the newest {newest} attempts were excluded after the policy's first turn, most often with {kind}"
-            f" ({times}): {self._messages.get(kind, '')[:200]}\n  fix: check these episodes with `agentrl failures`: the policy may provoke"
-            " the fault to avoid a bad score"
+            f"{kinds.total()} of the newest {len(self._spoken)} attempts failed after the policy's first turn and were excluded, most often"
+            f" with {kind} ({times}): {self._messages.get(kind, '')[:200]}\n  fix: repair the part that fails. If it is sound, the policy"
+            " may have learned to provoke the fault, which spares it a bad score: `agentrl failures` shows the episodes"
         )
 
     async def watch(self) -> NoReturn:
@@ -115,3 +117,8 @@ class FaultRate:
             f" (rollout.max_fault_rate={self.limit:g}). The newest of each kind:\n  {listing}\n"
             "  fix: repair the cause, then continue with --resume; finished work is kept. With rollout.max_fault_rate=1 a run never pauses"
         )
+
+
+def _spoken(failure: Failure) -> bool:
+    """Whether the policy can have provoked the fault: it came after its first turn, and no inference server died or was slow."""
+    return failure.kind not in _SERVERS and (failure.stage == "score" or (failure.turn or 0) > 0)

@@ -5,7 +5,9 @@ The policy is responsible for how much it samples. The machine is responsible fo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.errors import ServingError
 from agentrl.records import Blame
@@ -28,6 +30,9 @@ READ = 0.125
 """Work of computing one prompt token that the server has not computed yet, in sampled tokens."""
 _FRESH = 16  # the medians are computed again when a sixteenth of the history is new
 _KEPT = 256  # requests of each size, spread over the run
+_MEASURED = 16  # tokens that count for the measurement at the start
+_FIRST = 16  # requests after which the run's pace is compared with that measurement
+_MOST_SIZES = 64
 
 
 class OutOfTime(ServingError):
@@ -112,6 +117,25 @@ class _History:
             self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
         return self._usual
 
+    def to_data(self) -> dict[str, Any]:
+        """For JSON, in three significant digits."""
+        return {"stride": self._stride, "requests": [[float(f"{value:.3g}") for value in one] for one in self._kept]}
+
+    @classmethod
+    def from_data(cls, data: Any) -> _History:
+        """Raises `ValueError` for what `to_data` does not give."""
+        made = cls()
+        try:
+            made._stride = int(data["stride"])
+            made._kept = [(float(one), float(all_), float(tokens)) for one, all_, tokens in data["requests"]]
+        except (TypeError, LookupError, ValueError, OverflowError) as error:
+            raise ValueError(f"no history of requests: {error}") from None
+        numbers = [value for one in made._kept for value in one]
+        if made._stride < 1 or len(made._kept) > _KEPT or not all(0 < value < math.inf for value in numbers):
+            raise ValueError("no history of requests: a number is out of range")
+        made._newer = len(made._kept)
+        return made
+
 
 def _median(weighted: list[tuple[float, float]]) -> float:
     half, so_far = sum(weight for _, weight in weighted) / 2, 0.0
@@ -152,6 +176,7 @@ class Pace:
         self._work = _History()  # with prompt tokens, in sampled tokens
         self._read = 0  # prompt tokens so far that the servers had to compute
         self._sizes: dict[int, _History] = {}  # of requests that ended by themselves, by the power of two of their tokens
+        self._measured_s: float | None = None  # per token, until `slow_start` has looked
         self._area, self._at = 0.0, 0.0  # request-seconds so far, and when they were added up
 
     @property
@@ -221,6 +246,44 @@ class Pace:
         usual = max(least * seconds, tokens * in_flight / throughput)
         seconds, throughput = self._work.usual()
         return max(usual, (tokens + READ * reads) * seconds, (tokens * in_flight + READ * (reads + others)) / throughput)
+
+    def measured(self, token_s: float) -> None:
+        """Gives a pace without history the time per token of a server that had nothing else to do: the first requests are compared with it.
+
+        Until there are others, requests in flight share this throughput, which is less than any server has.
+        """
+        if self._all or not 0 < token_s < math.inf:
+            return
+        seconds = _MEASURED * token_s
+        for history in (self._all, self._work, self._sizes.setdefault(_MEASURED.bit_length(), _History())):
+            history.add(seconds, 1.0, _MEASURED)
+        self._measured_s = token_s
+
+    def slow_start(self) -> str:
+        """An alert, once, if the first requests were slower than the server was when it was measured; else ""."""
+        if self._measured_s is None or len(self._all) < _FIRST:
+            return ""
+        usual_s, throughput = self._all.usual()
+        slower, self._measured_s = min(usual_s, 1 / throughput) / self._measured_s, None
+        if slower <= SLOW:
+            return ""
+        return (
+            f"the inference server has been {slower:.1f} times slower since its first requests than when it was started\n  fix: see what"
+            " else computes on this machine; this pace counts as usual from now on"
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """The history, for JSON."""
+        sizes = {str(size): one.to_data() for size, one in self._sizes.items()}
+        return {"all": self._all.to_data(), "work": self._work.to_data(), "sizes": sizes}
+
+    def restore(self, data: Any) -> None:
+        """Takes on the history of an earlier process. Raises `ValueError` for what `to_data` does not give, and is unchanged then."""
+        if not isinstance(data, dict) or not isinstance(sizes := data.get("sizes"), dict) or len(sizes) > _MOST_SIZES:
+            raise ValueError("no history of requests")
+        histories = {int(size): _History.from_data(one) for size, one in sizes.items()}
+        self._all, self._work = _History.from_data(data.get("all")), _History.from_data(data.get("work"))
+        self._sizes = {size: one for size, one in histories.items() if len(one)}
 
     def _advance(self, now: float) -> None:
         self._area += self.in_flight * (now - self._at)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import AgentRLError, ServingError, UserError
 from agentrl.files import sha256_file
+from agentrl.liveness import Restarts
 from agentrl.recipe import Recipe
 from agentrl.reward.judges import servers as known_servers
 from agentrl.reward.judges.reward_record import load
@@ -105,12 +106,16 @@ class JudgeServers:
             gpus: CUDA_VISIBLE_DEVICES of each.
             alert: called with a message for the user when a server is restarted or given up.
         """
-        self.restarts = dict.fromkeys(folders, 0)
+        self._restarts = {name: Restarts() for name in folders}
         self._recipe, self._models, self._folder, self._gpus, self._alert = recipe, folders, folder, gpus or {}, alert
         self._watching: list[asyncio.Task[None]] = []
         self._first = {name: asyncio.Event() for name in folders}
         self._failed: dict[str, AgentRLError] = {}
         self._running: dict[str, JudgeServer] = {}
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        return {name: one.total for name, one in self._restarts.items()}
 
     def start(self) -> None:
         """Begins to start them, each watched from then on."""
@@ -143,12 +148,12 @@ class JudgeServers:
         try:
             while True:
                 end = await self._serve(name, known)
-                self.restarts[name] += 1
-                if self.restarts[name] > most:
-                    known.refused = f"the judge's server {name} died {self.restarts[name]} times; see logs/judge-{name}.log"
+                failures = self._restarts[name].failed()
+                if failures > most:
+                    known.refused = f"the judge's server {name} died {failures} times in a row; see logs/judge-{name}.log"
                     self._alert(known.refused)
                     return
-                self._alert(f"the judge's server {name} is replaced: {end}; restart {self.restarts[name]} of at most {most}")
+                self._alert(f"the judge's server {name} is replaced: {end}; restart {failures} of at most {most} in a row")
         except Exception as error:
             known.refused = f"the judge's server {name} cannot be started: {describe(error)}"
             self._failed[name] = error if isinstance(error, AgentRLError) else ServingError(known.refused)
@@ -175,7 +180,9 @@ class JudgeServers:
             await server.start()
             known.key, known.url = server.key, server.url
             self._first[name].set()
+            self._restarts[name].started()
             while await server.alive():
+                self._restarts[name].progress()
                 await asyncio.sleep(_WATCH_S)
             return server.end
         finally:

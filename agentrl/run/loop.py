@@ -31,7 +31,7 @@ from agentrl.run.models import export_model
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_step
-from agentrl.run.supervise import watch_daemon, watch_learner
+from agentrl.run.supervise import watch_answers, watch_daemon, watch_learner
 from agentrl.run.versions import fall_back, finish_serving, finish_step, record_missing, retracted
 
 _POLL_S = 0.05
@@ -71,7 +71,7 @@ async def _pipeline(run: Run) -> None:
         learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
         await run.start_serving(newest, judging=not concluded(run), learning=needed)
         run.registry.set_state(newest.number, VersionState.SERVING)
-        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch()]
+        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch(), watch_answers(run.tracker.alert)]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         if run.gate_server is not None:

@@ -45,6 +45,8 @@ from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.memory import RunMemory, open_memory, stand_in
 from agentrl.run.models import place_base_version
+from agentrl.run.pacing import keep as keep_pace
+from agentrl.run.pacing import restored
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, check_thinking, open_chat
 from agentrl.run.starts import check_starts
@@ -105,6 +107,7 @@ class Run:
             if judging and self.gate_server is not None:
                 starting.create_task(self.gate_server.start(version, await_probe=learning))
             starting.create_task(self.judges.ready())
+        self.groups.runner.pace.measured(self.served.token_s)
 
     def stop_after_step(self) -> None:
         """Finish the step in hand, if there is one; save, report."""
@@ -179,6 +182,8 @@ async def opened(
         judges = await stack.enter_async_context(
             judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges, alert=tracker.alert)
         )
+        pace = restored(recipe, run_dir)
+        stack.callback(keep_pace, pace, recipe, run_dir)
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
         origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
@@ -212,6 +217,7 @@ async def opened(
                 cache_use=lambda: served.cache_use,
                 hosted=served.episode,
                 memory=None if memory is None else memory.of,
+                pace=pace,
             ),
             taught=TaughtGroups(recipe, run_dir, store, schedule, steps),
             step_groups=steps,
@@ -252,6 +258,7 @@ def group_runner(
     cache_use: Callable[[], CacheUse | None] = lambda: None,
     hosted: Hosted = lambda episode_id, task_key: nullcontext(),
     memory: MemoryOf | None = None,
+    pace: Pace | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
     named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
@@ -266,7 +273,7 @@ def group_runner(
         open_timeout_s=recipe.sandbox.open_timeout_s,
         tools=tools,
         hosted=hosted,
-        pace=Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
+        pace=pace or Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
     )
     return GroupRunner(
         runner=runner,

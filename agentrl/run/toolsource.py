@@ -19,9 +19,11 @@ from agentrl.agent.wording import Words
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite
 from agentrl.files import write
+from agentrl.liveness import Answers
 from agentrl.protocols import EpisodeMemory, SandboxBackend, TaskFamily
 from agentrl.recipe import DelegationConfig, ToolsConfig
 from agentrl.records import Split, Task
+from agentrl.sections.tools import MCPConfig
 
 FILE = "mcp.json"
 LOOKED_AT = 32
@@ -31,12 +33,21 @@ _CLOSE_S = 5.0
 
 def declared(tools: ToolsConfig, root: Path) -> RunTools:
     """The tools of the recipe, before any server is started. Raises `UserError` for a secret reference that does not resolve."""
-    servers = {name: Server(name=name, config=config, root=root) for name, config in tools.mcp.items()}
+    servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in tools.mcp.items()}
     for server in servers.values():
         server.check_secrets()
     bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
     words = {name: Words(description=one.description, arguments=one.arguments) for name, one in tools.words.items()}
     return RunTools(servers=servers, bounds=bounds, words=words)
+
+
+def _live(name: str, config: MCPConfig) -> Answers | None:
+    """The liveness of a server outside; one in a sandbox is the episode's own, and the agent can stop it."""
+    if config.command:
+        return None
+    program = "try the program in a shell; each call that gets no answer in time ends it, and the next one starts it again"
+    fix = program if config.host_command else "check the server; episodes connect to it again"
+    return Answers(f"MCP server {name}", fix=fix, first_s=config.start_timeout_s)
 
 
 def candidates(family: TaskFamily, suite: Suite | None = None, others: Iterable[Task] = ()) -> Iterator[Task]:

@@ -8,6 +8,7 @@ from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.run import measure, memory
 from agentrl.run.held_out import evaluated_once
 from agentrl.run.opening import Run
+from agentrl.run.pacing import keep
 from agentrl.serving.served import to_serve
 
 
@@ -70,6 +71,7 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
 
 def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:
     run.tracker.log(version.number, metrics)
-    suspicion = run.faults.suspicion()
-    for line in (*measure.alerts(run.folder, version.number - 1), *([suspicion] if suspicion else [])):
+    pace = run.groups.runner.pace
+    keep(pace, run.recipe, run.folder)
+    for line in filter(None, (*measure.alerts(run.folder, version.number - 1), run.faults.suspicion(), pace.slow_start())):
         run.tracker.alert(line)

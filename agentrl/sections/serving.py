@@ -97,4 +97,4 @@ class JudgeServerConfig(Section):
     startup_timeout_s: float = resumable(600.0, gt=0)
     """Deadline for the server to answer after a start."""
     max_restarts: int = resumable(5, ge=0)
-    """Times that it is started again after it died, in the whole run; questions wait meanwhile. Then they are refused."""
+    """Times in a row that it is started again after it died; questions wait meanwhile. Then they are refused."""

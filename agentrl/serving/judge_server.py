@@ -97,9 +97,13 @@ class JudgeServer(ServerProcess):
                 " its weights have changed"
             )
 
-    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
+    @property
+    def max_tokens(self) -> int:
+        return self.config.max_model_len
+
+    async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
         if self.reward_model:
-            await control.request("POST", "/classify", timeout_s=timeout_s, json={"model": self.name, "input": [0, 0]})
+            await control.request("POST", "/classify", timeout_s=timeout_s, json={"model": self.name, "input": [0] * tokens})
         else:
-            body = {"model": self.name, "prompt": [0, 0], "max_tokens": 2}
+            body = {"model": self.name, "prompt": [0] * tokens, "max_tokens": 2}
             await control.request("POST", "/v1/completions", timeout_s=timeout_s, json=body)

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ WARM_S = 120.0
 _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
 """Deadline for a server's first tokens: a first request may compile."""
+READ_TOKENS = 256
+"""Length of the prompt by which a server's speed is measured."""
 _PULSE_S = 5.0  # between two checks of what a server has computed
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
 _PORT_TRIES = 64  # of free ports, each of which another run may have chosen in the same moment
@@ -63,6 +66,7 @@ class ServerProcess(ABC):
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
         self._port: ReservedPort | None = None
+        self.read_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
         self.end = ""  # why it counts as dead; empty while it is alive
@@ -132,7 +136,7 @@ class ServerProcess(ABC):
 
     async def _ask(self, control: ControlPlane) -> None:
         with contextlib.suppress(ServingError):  # the next look asks again
-            await self._token(control, timeout_s=_FIRST_S)
+            await self._token(control, tokens=2, timeout_s=_FIRST_S)
             self.liveness.progress(_COMPUTING)
 
     async def stop(self) -> None:
@@ -159,8 +163,22 @@ class ServerProcess(ABC):
         """What its environment has beside the driver's: `environment`."""
 
     @abstractmethod
-    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
-        """Requests one answer of one or two tokens. Raises `ServingError`."""
+    async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
+        """Requests one answer of one or two tokens to a prompt of `tokens` tokens. Raises `ServingError`."""
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int:
+        """Tokens of the longest prompt that it takes."""
+
+    async def _measure(self, control: ControlPlane) -> None:
+        """Measures the server's speed while it has nothing else to do. A long prompt on a slow machine is computed in one piece, in which
+        nothing shows progress, so the deadline for progress is derived from it."""
+        tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
+        began = time.monotonic()
+        await self._token(control, tokens=tokens, timeout_s=_FIRST_S)
+        self.read_s = (time.monotonic() - began) / tokens
+        self.liveness.needs_s = self.read_s * self.max_tokens
 
     async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - not abstract: a server that needs nothing leaves it as it is
         """Prepares a server that answers for its first request."""
@@ -209,7 +227,8 @@ class ServerProcess(ABC):
             await asyncio.sleep(POLL_S)
         await self._prepare(control)
         # The first request pays for lazy set-up, so make it before the first episode or question does.
-        await self._token(control, timeout_s=WARM_S)
+        await self._token(control, tokens=2, timeout_s=WARM_S)
+        await self._measure(control)
         self.liveness.begin(_COMPUTING)
         if process.returncode is not None:  # somebody else answered at its port
             raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)

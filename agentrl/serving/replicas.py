@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from agentrl.errors import ServingError, SwapError
+from agentrl.errors import ServerDied, ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
 from agentrl.recipe import Recipe
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
@@ -64,6 +64,10 @@ class ReplicatedPolicy:
     @property
     def restarts(self) -> int:
         return sum(replica.restarts for replica in self._replicas)
+
+    @property
+    def token_s(self) -> float:
+        return max(replica.token_s for replica in self._replicas)
 
     @property
     def cache_use(self) -> CacheUse | None:
@@ -174,7 +178,7 @@ class ReplicatedPolicy:
                     await asyncio.sleep(LOOK_S)
                 return able
         except TimeoutError:
-            raise ServingError("none of the inference servers came back") from None
+            raise ServerDied("none of the inference servers came back") from None
 
     async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
         """Brings every server to a version. Raises `SwapError`, with which some may have it and others not."""
@@ -202,7 +206,7 @@ class ReplicatedPolicy:
                         log.warning("swap to version %d goes on with another server: %s", version.number, error)
                         deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
         except TimeoutError:
-            raise ServingError("none of the inference servers came back") from None
+            raise ServerDied("none of the inference servers came back") from None
 
     async def _follow(self, replica: ServedPolicy, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Brings a server to a version that another one serves. Raises `SwapError` where the version was taken back meanwhile."""

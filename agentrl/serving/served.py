@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentrl import parts
-from agentrl.errors import ServingError, StoreError, SwapError
+from agentrl.errors import RequestRefused, ServerDied, ServingError, StoreError, SwapError
+from agentrl.liveness import Restarts
 from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.recipe import Recipe, ServingConfig
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
@@ -23,7 +24,7 @@ from agentrl.weights.announcement import announce, withdraw
 
 log = logging.getLogger(__name__)
 
-_RESTARTS = 5
+_RESTARTS = 5  # in a row
 _SWAP_TRIES = 3
 _WATCH_S = 0.5
 _USE_EVERY = 4  # looks of `watch`: a server writes some hundred metrics each time it is asked
@@ -38,7 +39,7 @@ class ServerLost(SwapError):
 class ServedPolicy:
     """A `PolicyServer` on a supervised vLLM server: requests wait at a gate while the server is restarted.
 
-    `version` is the number of the serving version. After `_RESTARTS` restarts in a run it raises `ServingError`. Several servers of one
+    `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. Several servers of one
     policy are several of these behind `agentrl.serving.replicas.ReplicatedPolicy`, which asks them without waiting for a successor:
     `open`, `answer`, `take`, `become`.
     """
@@ -63,7 +64,7 @@ class ServedPolicy:
         """
         self.version = -1
         self.sha256 = ""  # of its weights: the learner may resume from a checkpoint and publish the same number again
-        self.restarts = 0
+        self._restarts = Restarts()
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
         self._name, self._newest, self._alert = name, newest or (lambda: to_serve(registry)), alert
@@ -115,6 +116,14 @@ class ServedPolicy:
         return {}
 
     @property
+    def restarts(self) -> int:
+        return self._restarts.total
+
+    @property
+    def token_s(self) -> float:
+        return 0.0 if self._server is None else self._server.token_s
+
+    @property
     def open(self) -> bool:
         """Whether requests may pass now, as far as is known."""
         return self._ready.is_set() and self._server is not None and self._server is not self._gone
@@ -128,7 +137,10 @@ class ServedPolicy:
             await self._replaced(server)  # it has received nothing, so its successor gets the request
 
     async def answer(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion | None:
-        """What the server that runs now samples; None where it has gone before it received the request. Raises `ServingError`."""
+        """What the server that runs now samples; None if it has died before it received the request.
+
+        Raises `ServerDied` if it dies later, and `ServingError` for other failures.
+        """
         client = self._client
         if client is None:
             return None
@@ -138,6 +150,12 @@ class ServedPolicy:
             if client is self._client and not await self.died():
                 raise
             return None
+        except RequestRefused:
+            raise
+        except ServingError as error:
+            if client is self._client and not await self.died():
+                raise
+            raise ServerDied(f"{self.what} died: {error}") from error
 
     async def died(self) -> bool:
         """Whether the server is dead; from then on it is not `open` until a successor serves, or it turns out to be alive."""
@@ -248,7 +266,7 @@ class ServedPolicy:
             async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
                 await self._ready.wait()
         except TimeoutError:
-            raise ServingError("the inference server did not come back") from None
+            raise ServerDied("the inference server did not come back") from None
         assert self._server is not None, "requests pass only after start()"
         return self._server
 
@@ -259,7 +277,7 @@ class ServedPolicy:
                 while self._server is server and self._ready.is_set() and not await server.alive():
                     await asyncio.sleep(_WATCH_S)
         except TimeoutError:
-            raise ServingError("the inference server died and was not replaced") from None
+            raise ServerDied("the inference server died and was not replaced") from None
 
     async def wait_version(self, number: int) -> None:
         """Returns once version `number` or a newer one is serving."""
@@ -277,6 +295,7 @@ class ServedPolicy:
                 continue
             if await server.alive():
                 self._gone = None
+                self._restarts.progress()
                 if reading % _USE_EVERY == 0 and self._recipe.rollout.max_cache_use < 1:
                     self.cache_use = await _cache_use(server, reading)
                 continue
@@ -285,10 +304,10 @@ class ServedPolicy:
                 continue  # `fall_back` has stopped it, and starts another
             self._ready.clear()
             async with self._busy:
-                self.restarts += 1
-                if self.restarts > _RESTARTS:
-                    raise ServingError(f"{self.what} died {self.restarts} times; see logs/{log_name(self._name)}")
-                self._alert(f"{self.what} is replaced: {server.end}; restart {self.restarts} of at most {_RESTARTS}")
+                failures = self._restarts.failed()
+                if failures > _RESTARTS:
+                    raise ServingError(f"{self.what} died {failures} times in a row; see logs/{log_name(self._name)}")
+                self._alert(f"{self.what} is replaced: {server.end}; restart {failures} of at most {_RESTARTS} in a row")
                 await self._stop()
                 if self._nccl:
                     await on_loss()
@@ -296,6 +315,7 @@ class ServedPolicy:
                 if version is None:
                     raise ServingError("no policy version to serve")
                 await self.start(version)
+                self._restarts.started()
 
     async def close(self) -> None:
         self._ready.clear()

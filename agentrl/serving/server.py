@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import time
 from pathlib import Path
 
 from agentrl.errors import ServingError, UserError
@@ -11,12 +12,15 @@ from agentrl.installation import install_command
 from agentrl.recipe import Recipe
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
-from agentrl.serving.process import ServerProcess, environment, launch_command, threads_or_all
+from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command, threads_or_all
 from agentrl.serving.weights import WeightsInService
 from agentrl.weights.model_folder import check_model_files
 
 FIRST = -(1 << 62)
 """Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""
+WRITE_TOKENS = 16
+"""Tokens that a server samples at its start to measure how long one takes."""
+_SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
 
 
 class VLLMServer(ServerProcess):
@@ -39,6 +43,7 @@ class VLLMServer(ServerProcess):
         self._gpus = gpus
         self._threads: int | None = None  # of the engine on CPU, once the device is known
         self._condemned = ""
+        self.token_s = 0.0  # seconds per sampled token of one request, measured at the start
 
     @property
     def url(self) -> str:
@@ -109,9 +114,19 @@ class VLLMServer(ServerProcess):
         if self.recipe.serving.weight_transfer != "nccl":
             await control.init_weight_transfer({"versions_folder": str(self.run_dir / "versions")})
 
-    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
-        sampling = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
-        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": FIRST}, timeout_s=timeout_s)
+    @property
+    def max_tokens(self) -> int:
+        return self.recipe.policy.max_model_len
+
+    async def _measure(self, control: ControlPlane) -> None:
+        await super()._measure(control)
+        began, tokens = time.monotonic(), min(WRITE_TOKENS, max(1, self.max_tokens - 2))
+        sampling = {**_SAMPLING, "max_tokens": tokens, "ignore_eos": True}
+        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": FIRST}, timeout_s=WARM_S)
+        self.token_s = (time.monotonic() - began) / tokens
+
+    async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
+        await control.generate({"token_ids": [0] * tokens, "sampling_params": _SAMPLING, "priority": FIRST}, timeout_s=timeout_s)
 
 
 def title(name: str) -> str:

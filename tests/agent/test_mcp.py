@@ -21,14 +21,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.agent import load_tools
+from agentrl.agent import invoke, load_tools
 from agentrl.agent.arguments import problems
 from agentrl.agent.invoke import Called, call_tool
 from agentrl.agent.mcp.messages import Wrong
 from agentrl.agent.mcp.offers import Offer, changed, offer, offers
 from agentrl.agent.mcp.places import SESSION, Events
 from agentrl.agent.mcp.servers import Connection, RunTools, Server
-from agentrl.agent.provoked import CallRecord
+from agentrl.agent.provoked import Caller, CallRecord
 from agentrl.agent.tools import Bounds
 from agentrl.errors import InfrastructureError, TaskError, ToolUnavailable
 from agentrl.records import Blame, Limits, SandboxSpec
@@ -72,7 +72,8 @@ class Episode:
         await self.tools.close(timeout_s=5.0)
 
     async def use(self, name: str, limits: Limits = LIMITS, **arguments: Any) -> Called:
-        return await call_tool(self.tools[name], arguments, None, limits, turn=1, record=self.record, attempt=self.attempt)
+        caller = Caller(attempt=self.attempt, task="t")
+        return await call_tool(self.tools[name], arguments, None, limits, turn=1, record=self.record, caller=caller)
 
 
 async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> None:
@@ -138,7 +139,10 @@ async def test_a_server_outside_that_fails_is_no_fault_of_the_policy(way: str, k
 
 
 @pytest.mark.parametrize(("way", "kind", "says"), FAILING)
-async def test_a_server_that_fails_in_each_attempt_of_an_episode_and_answers_others_was_provoked(way: str, kind: str, says: str) -> None:
+async def test_a_server_that_fails_in_each_attempt_of_an_episode_and_answers_others_was_provoked(
+    way: str, kind: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invoke, "PATIENCE_S", 0.1)
     limits, record = replace(LIMITS, tool_timeout_s=1.0 if way == "hangs" else 20.0), CallRecord()
     async with Episode(pinned(hostile(way)), record=record, attempt="g000000-0-a0") as first:
         with pytest.raises(ToolUnavailable):

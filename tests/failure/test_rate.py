@@ -112,3 +112,25 @@ def test_exclusions_that_the_policy_could_have_caused_are_counted_and_told_once(
     for _ in range(10):
         rate.attempt(late)
     assert rate.suspicion(), "once more, when it happens again"
+
+
+@pytest.mark.parametrize("kind", ["ServerDied", "SlowServer", "slow_server"])
+def test_a_lost_or_slow_server_gives_no_suspicion(kind: str) -> None:
+    """It costs every episode in flight an attempt, at whatever turn."""
+    rate = FaultRate(1.0, concurrency=64)
+    for _ in range(4):
+        for failure in [*[None] * 64, *[Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind=kind, message="gone", turn=3)] * 64]:
+            rate.attempt(failure)
+    assert rate.suspects() == {"attempts_failed_spoken": 0} and rate.suspicion() == ""
+    assert rate.figures()["attempts_failed"] == 256
+
+
+def test_a_suspicion_names_what_failed_after_the_first_turn_and_blames_nobody_before_it_is_known() -> None:
+    rate = FaultRate(1.0, concurrency=4)
+    died = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServerDied", message="the server died", turn=3)
+    tool = Failure(stage="tool", blame=Blame.INFRASTRUCTURE, kind="ToolUnavailable", message="tool search: refused", turn=2)
+    for failure in [*[None] * 20, *[died] * 30, *[tool] * 14]:
+        rate.attempt(failure)
+    told = rate.suspicion()
+    assert told.startswith("14 of the newest 64 attempts failed after the policy's first turn")
+    assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it is sound" in told

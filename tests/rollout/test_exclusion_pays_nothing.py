@@ -8,18 +8,26 @@ gains 0, which is more than an honest failure in a group with a success.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from agentrl.agent import TurnLoop
+from agentrl.agent import ToolOutcome, TurnLoop
+from agentrl.agent.mcp import RunTools, Server
+from agentrl.agent.mcp.offers import offers
+from agentrl.agent.mcp.places import Place, Unanswered
+from agentrl.agent.tools import function_schema
 from agentrl.errors import RequestRefused
 from agentrl.objective.advantages import batch_advantages
-from agentrl.recipe import ObjectiveConfig
+from agentrl.protocols import Sandbox
+from agentrl.recipe import MCPConfig, ObjectiveConfig
 from agentrl.records import CUT, Blame, Completion, Episode, Group, Limits, SamplingParams, Score, Task, VersionSpan
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
@@ -34,11 +42,83 @@ TOKENIZER = shared_tokenizer()
 GROUPS, SIZE = 12, 8
 PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "print(3)"}}</tool_call>'
 BOOM = "BOOM"
-WAYS = ("babbles", "is refused by the server", "cannot be read", "cannot be shown", "breaks the judge", "stalls the judge", "says nonsense")
+TOOLS = {
+    "fails a tool": f"{__file__}:look_up",
+    "fails a tool that is not called again": f"{__file__}:look_up_once",
+    "fails an MCP server": "mcp:library",
+    "kills an MCP server": "mcp:library",
+}
+"""Ways in which an agent makes one of its calls report an outage, and the tools that it does so with."""
+WAYS = (
+    *("babbles", "is refused by the server", "cannot be read", "cannot be shown", "breaks the judge", "stalls the judge", "says nonsense"),
+    *TOOLS,
+)
 
 
 def submit(answer: str) -> str:
     return f'<tool_call>{{"name": "submit", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
+
+
+def look_for(text: str) -> str:
+    return f'<tool_call>{{"name": "look_up", "arguments": {{"text": "{text}"}}}}</tool_call>'
+
+
+class LookUp:
+    """A tool whose backend fails at one key, as a service that has a bug does."""
+
+    name, needs_sandbox = "look_up", False
+    schema = function_schema("look_up", "Looks a key up.", "text", "the key")
+
+    def __init__(self, *, repeats: bool = True) -> None:
+        self.repeats = repeats
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        await asyncio.sleep(0.1)
+        if arguments["text"] == "bad":
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return ToolOutcome(output="found", ok=True)
+
+
+look_up, look_up_once = LookUp(), LookUp(repeats=False)
+
+
+class Scripted(Place):
+    """An MCP server with such a tool."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        await asyncio.sleep(0.1)
+        asked = json.loads(messages[-1])
+        answers: dict[str, dict[str, Any]] = {
+            "initialize": {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}},
+            "tools/list": {"tools": [OFFER]},
+            "tools/call": {"content": [{"type": "text", "text": "found"}]},
+        }
+        answer: dict[str, Any] = {"result": answers[asked["method"]]}
+        if asked["method"] == "tools/call" and asked["params"]["arguments"]["text"] == "bad":
+            if self.way == "kills an MCP server":
+                raise Unanswered("ended", "it has ended (exit code 3)")
+            answer = {"error": {"code": -32603, "message": "Internal error"}}
+        return json.dumps({"jsonrpc": "2.0", "id": until, **answer}).encode()
+
+    async def close(self) -> None: ...
+
+
+parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+OFFER = {"name": "look_up", "description": "Looks a key up.", "inputSchema": parameters}
+
+
+class ScriptedServer(Server):
+    def place(self) -> Place:
+        return Scripted(self.name)
+
+
+def run_tools(way: str) -> RunTools:
+    config = MCPConfig(url="http://127.0.0.1:9/mcp")
+    server = ScriptedServer(name=way, config=config, root=Path(), offers=offers([OFFER], ()))
+    return RunTools(servers={"library": server}, bounds={})
 
 
 class Bandit(ScriptedPolicy):
@@ -54,7 +134,9 @@ class Bandit(ScriptedPolicy):
 
     def _turn(self, turn: int, episode: str) -> str:
         arm = self.arm(episode)
-        if arm != "provoke":
+        if self.way in TOOLS and turn == 0:
+            return look_for("bad" if arm == "provoke" else "good")
+        if arm != "provoke" or self.way in TOOLS:
             return submit("3" if arm == "solve" else "4")
         said = {
             "is refused by the server": PYTHON,
@@ -75,7 +157,7 @@ class Bandit(ScriptedPolicy):
             return Completion(token_ids=(5,) * count, logprobs=(-0.5,) * count, versions=spans, finish_reason=CUT)
         if self.arm(episode) == "provoke" and self.way == "is refused by the server" and turn != "0":
             raise RequestRefused("status 400: token out of range")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(self.draw.uniform(0.2, 2.0) if self.way in TOOLS else 0.5)
         return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
 
@@ -121,9 +203,11 @@ async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
         sampling=Sampling(),
         max_model_len=10**6,
         request_timeout_s=120.0,
+        tools=run_tools(way),
     )
     groups = GroupRunner(runner=runner, score=TaskScorer(timeout_s=10.0), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
-    return [await groups.group(index, TASK) for index in range(GROUPS)], policy
+    tasks = [replace(TASK, id=f"task {index}", tools=(TOOLS.get(way, "python"), "submit")) for index in range(GROUPS)]
+    return [await groups.group(index, task) for index, task in enumerate(tasks)], policy
 
 
 def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
@@ -146,6 +230,10 @@ def test_provoking_pays_no_more_than_failing(way: str) -> None:
     excluded = [one for group in groups for one in group.episodes if one.score.value is None]
     assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
     assert {failure.blame for group in groups for one in group.episodes for failure in one.episode.failures} <= {Blame.POLICY}
+    retried = sum(one.episode.attempt for group in groups for one in group.episodes)
+    # A real outage that only one call shows is as rare, and one that most calls show is real (`agentrl.agent.provoked`).
+    provoking = sum(arm == "provoke" for arm in policy.arms.values())
+    assert retried <= (provoking // 4 if way in TOOLS else 1), f"{retried} attempts were retried"
     gained = gains(groups, policy.arms)
     assert gained["solve"] > 0 > gained["fail"]
     # Arms fall into groups by chance, so that even two equal arms differ a little; 0, what exclusion gives, is far away.

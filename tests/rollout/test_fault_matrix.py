@@ -12,26 +12,37 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.agent import ToolOutcome, TurnLoop
+from agentrl.agent.mcp import RunTools, Server
+from agentrl.agent.mcp.offers import offers
+from agentrl.agent.mcp.places import ENDINGS, Place, Unanswered
 from agentrl.agent.tools import function_schema
 from agentrl.errors import (
     InfrastructureError,
     JudgeError,
+    LearnerError,
     RequestRefused,
     SandboxError,
     SandboxTimeout,
+    ServerDied,
     ServingError,
+    StoreError,
     TaskError,
+    ToolUnavailable,
 )
 from agentrl.protocols import Sandbox
+from agentrl.recipe import MCPConfig
 from agentrl.records import Blame, Episode, Limits, Score, ScoredEpisode, Task
 from agentrl.reward import TaskScorer
+from agentrl.reward.together import GroupScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -45,10 +56,16 @@ TOKENIZER = shared_tokenizer()
 FAILURES: Mapping[str, Callable[[], BaseException] | None] = {
     "sandbox": lambda: SandboxError("gone"),
     "late": lambda: SandboxTimeout("no answer"),
-    "server": lambda: ServingError("died"),
+    "server": lambda: ServingError("status 500"),
+    "died": lambda: ServerDied("the inference server died"),
     "refused": lambda: RequestRefused("status 400"),
     "judge": lambda: JudgeError("down"),
+    "learner": lambda: LearnerError("stuck"),
+    "store": lambda: StoreError("the disk is full"),
+    "tool": lambda: ToolUnavailable("search is down"),
     "down": lambda: ConnectionRefusedError(111, "Connection refused"),
+    "busy": lambda: RuntimeError("503 Service Unavailable"),
+    "slow": lambda: TimeoutError("no answer"),
     "value": lambda: ValueError("no such thing"),
     "bug": lambda: KeyError("id"),
     "deep": lambda: RecursionError("too deep"),
@@ -60,31 +77,45 @@ FAILURES: Mapping[str, Callable[[], BaseException] | None] = {
 }
 
 TABLE = """
-              sandbox late server refused judge down value bug deep memory exit cancel task hangs
-sample first     M     M     M      M      M     M     M    M   M     M     M     M     T    M
-sample later     M     M     M      P      M     M     M    M   M     M     M     M     T    M
-open             M     M     M      M      M     M     T    M   M     M     M     M     T    M
-exec             M     M     M      M      M     M     P    M   P     M     M     M     T    P
-host tool        M     M     M      M      M     M     P    P   P     P     P     P     T    P
-inside tool      M     M     M      M      M     M     P    P   P     P     P     P     T    P
-collect          M     M     M      M      M     M     P    M   M     M     M     M     P    M
-close            .     .     .      .      .     .     .    .   .     .     .     .     .    .
-opening          M     M     M      M      M     M     M    M   M     M     M     .     T    .
-parse            M     M     M      M      M     P     P    P   P     P     .     .     T    .
-show             M     M     M      M      M     P     P    P   P     P     .     .     T    .
-keep             .     .     .      .      .     .     .    .   .     .     .     .     .    .
-judge always     M     M     M      M      M     M     M    M   M     M     M     M     T    M
-judge said       M     M     M      M      M     M     P    P   P     P     P     P     T    P
+              sandbox late server died refused judge learner store tool down busy slow value bug deep memory exit cancel task hangs
+sample first     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
+sample later     M     M     M      M     P      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
+open             M     M     M      M     M      M      M      M    M    M    M    M    T    M   M     M     M     M     T    M
+exec             M     M     M      M     M      M      M      M    M    M    M    M    P    M   P     M     M     M     T    P
+host tool        M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    M
+inside tool      M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    P
+snapshot         M     M     M      M     M      M      M      M    M    M    M    M    .    M   M     M     M     M     .    M
+collect          M     M     M      M     M      M      M      M    M    M    M    M    P    M   M     M     M     M     P    M
+close            .     .     .      .     .      .      .      .    .    .    .    .    .    .   .     .     .     .     .    .
+opening          M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     .     T    .
+parse            M     M     M      M     M      M      M      M    M    P    P    P    P    P   P     P     .     .     T    .
+show             M     M     M      M     M      M      M      M    M    P    P    P    P    P   P     P     .     .     T    .
+keep             .     .     .      .     .      .      .      .    .    .    .    .    .    .   .     .     .     .     .    .
+judge always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
+judge said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    P
+group always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     T    M
+group said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     T    P
 """
-"""A program that never ends is the policy's: a backend ends it, and raises `SandboxTimeout` (`late`) where it cannot. `judge said` fails at
-what the episode says alone, and `judge always` at anything. `parse`, `show` and `opening` are no coroutines: nothing can hang or be
-cancelled there, and `exit` is not tried, since no template can raise it."""
+"""A program that never ends is the policy's: a backend ends it, and raises `SandboxTimeout` (`late`) where it cannot. `judge said` and
+`group said` fail at what the episode says alone, `judge always` and `group always` at anything. `parse`, `show` and `opening` are no
+coroutines: nothing can hang or be cancelled there, and `exit` is not tried, since no template can raise it. A learner is no part of an
+episode: its errors are the machine's wherever they turn up."""
+
+MCP = """
+              unstartable ended gone late flood garbage refused internal busy wrong changed hangs
+start             M         M    M    M     M      M       M       M      .     .      M      M
+call              M         M    M    M     P      M       .       M      M     .      .      M
+later call        M         M    .    M     P      M       .       M      M     .      .      M
+"""
+"""How an MCP server outside can fail. `start`: at the handshake and the list of its tools. `busy` and `wrong` are failed calls whose text
+reports an outage or does not; a call that the server refuses is an answer. A server that has lost a session before it was asked gets
+another."""
 
 
-def cells() -> list[tuple[str, str, str]]:
-    head, *rows = TABLE.strip("\n").splitlines()
+def cells(table: str = TABLE) -> list[tuple[str, str, str]]:
+    head, *rows = table.strip("\n").splitlines()
     kinds = head.split()
-    assert kinds == [*FAILURES]
+    assert table != TABLE or kinds == [*FAILURES]
     found = []
     for row in rows:
         outcomes = row.split()[-len(kinds) :]
@@ -121,6 +152,10 @@ class Box(ScriptedSandbox):
     async def python(self, code: str, **options: Any) -> Any:
         await self.plant.wait("exec")
         return await super().python(code, **options)
+
+    async def snapshot(self) -> bytes:
+        await self.plant.wait("snapshot")
+        return await super().snapshot()
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         await self.plant.wait("collect")
@@ -184,6 +219,13 @@ async def judge(task: Task, episode: Episode) -> Score:
     return Score(value=float(episode.answer == "3"))
 
 
+async def compare(task: Task, episodes: Sequence[Episode]) -> list[Score]:
+    await PLANTED[-1].wait("group always")
+    if any(episode.answer == "3" for episode in episodes):
+        await PLANTED[-1].wait("group said")
+    return [Score(value=float(episode.answer == "3")) for episode in episodes]
+
+
 class Shelf:
     """An `EpisodeKeeper` that keeps nothing."""
 
@@ -242,12 +284,22 @@ async def played(plant: Plant) -> ScoredEpisode:
         max_model_len=4096,
         request_timeout_s=60.0,
         open_timeout_s=30.0,
+        tools=RunTools(servers={}, bounds={}),
     )
     scorer = TaskScorer(max_retries=0, timeout_s=10.0)
-    groups = GroupRunner(runner=runner, score=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0, keeper=Shelf(plant))
+    compared = GroupScorer(judge=compare, name="compare", weight=1.0, alone=scorer) if plant.part.startswith("group") else None
+    groups = GroupRunner(
+        runner=runner,
+        score=scorer,
+        together=compared,
+        slots=asyncio.Semaphore(1),
+        group_size=1 if compared is None else 2,
+        max_retries=0,
+        keeper=Shelf(plant),
+    )
     async with asyncio.timeout(2000):  # whatever hangs
         group = await groups.group(0, TASK)
-    (one,) = group.episodes
+    one, *_ = group.episodes
     return one
 
 
@@ -275,6 +327,73 @@ def test_every_planted_fault_has_the_right_blame(part: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+LOOK = {"name": "look", "description": "Looks.", "inputSchema": {"type": "object"}}
+
+
+class MCPPlace(Place):
+    """An MCP server outside that fails at its start, or from its first or second call on; one that lost its session does so once."""
+
+    def __init__(self, part: str, kind: str) -> None:
+        self.part, self.kind = part, kind
+        self.calls = 0
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        asked = json.loads(messages[-1])
+        at = "start"
+        if asked["method"] == "tools/call":
+            self.calls += 1
+            at = "call" if self.calls == 1 else "later call"
+        due = at == self.part or (at == "later call" and self.part == "call")
+        failing = self.kind if due and (self.kind != "gone" or self.calls < 3) else ""
+        if failing == "hangs":
+            await asyncio.sleep(10**6)
+        if failing in ENDINGS and failing != "garbage":
+            raise Unanswered(failing, "no answer")
+        if failing == "garbage":
+            return b"<html>"
+        shown = {"busy": "HTTP 503", "wrong": "no such page"}.get(failing, "seen")
+        results: dict[str, dict[str, Any]] = {
+            "initialize": {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}},
+            "tools/list": {"tools": [] if failing == "changed" else [LOOK]},
+            "tools/call": {"content": [{"type": "text", "text": shown}], "isError": shown != "seen"},
+        }
+        codes = {"refused": -32602, "internal": -32603}
+        error = {"error": {"code": codes[failing], "message": "no"}} if failing in codes else {"result": results[asked["method"]]}
+        return json.dumps({"jsonrpc": "2.0", "id": until, **error}).encode()
+
+    async def close(self) -> None: ...
+
+
+class MCPServer(Server):
+    def place(self) -> Place:
+        return MCPPlace(*self.name.split("/"))
+
+
+async def played_with_mcp(part: str, kind: str) -> ScoredEpisode:
+    look = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    server = MCPServer(name=f"{part}/{kind}", config=MCPConfig(url="http://127.0.0.1:9/"), root=Path(), offers=offers([LOOK], ()))
+    runner = EpisodeRunner(
+        policy=ScriptedPolicy.saying(TOKENIZER, look, look, SUBMIT),
+        sandboxes=ScriptedSandboxes(printing("3")),
+        agent=TurnLoop(chat=chat_of(TOKENIZER)),
+        sampling=Sampling(),
+        max_model_len=4096,
+        request_timeout_s=60.0,
+        tools=RunTools(servers={"it": server}, bounds={}),
+    )
+    PLANTED.append(Plant("nowhere", "bug"))
+    scorer = TaskScorer(max_retries=0, timeout_s=10.0)
+    groups = GroupRunner(runner=runner, score=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
+    (one,) = (await groups.group(0, replace(TASK, tools=("mcp:it", "submit"), outputs=()))).episodes
+    return one
+
+
+@pytest.mark.parametrize(("part", "kind", "expected"), cells(MCP))
+def test_every_fault_of_an_mcp_server_has_the_right_blame(part: str, kind: str, expected: str) -> None:
+    one = run_virtually(played_with_mcp(part, kind))
+    assert became(one) == expected, f"{one.episode.failures} {one.score}"
+
+
 def test_without_a_fault_nothing_is_wrong() -> None:
     PLANTED.append(Plant("nowhere", "bug"))
     assert became(run_virtually(played(PLANTED[-1]))) == "."
@@ -282,6 +401,6 @@ def test_without_a_fault_nothing_is_wrong() -> None:
 
 def test_infrastructure_errors_keep_their_kind() -> None:
     """Every error of the infrastructure in the table is one by its class, so that one in no row is treated alike."""
-    for kind in ("sandbox", "late", "server", "refused", "judge"):
+    for kind in ("sandbox", "late", "server", "died", "refused", "judge", "learner", "store", "tool"):
         make = FAILURES[kind]
         assert make is not None and isinstance(make(), InfrastructureError)

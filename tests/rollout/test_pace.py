@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from agentrl.errors import InfrastructureError
 from agentrl.failure import FaultRate
 from agentrl.records import Blame, Episode, Limits, Task
 from agentrl.rollout import EpisodeRunner
-from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, out_of_time
+from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, Reading, out_of_time
 from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
@@ -241,7 +242,7 @@ def test_a_run_that_pauses_for_a_slow_server_says_so_and_what_helps() -> None:
         assert said in str(error.value), said
 
 
-class Reading(TurnLoop):
+class ReadingLoop(TurnLoop):
     """Reads much after each of its turns, then sleeps."""
 
     async def act(self, episode: Any) -> str:
@@ -261,7 +262,7 @@ class Reading(TurnLoop):
 
 def read(policy: PacedPolicy, *names: str, begins: float = 0.0) -> list[Episode]:
     async def play() -> list[Episode]:
-        runner = replace(runner_of(policy), agent=Reading(chat=chat_of(TOKENIZER)))
+        runner = replace(runner_of(policy), agent=ReadingLoop(chat=chat_of(TOKENIZER)))
         for number in range(20):
             await runner.run(TASK, episode_id=f"sound{number}")
         await asyncio.sleep(max(0.0, begins - asyncio.get_running_loop().time()))
@@ -303,3 +304,94 @@ def test_what_others_read_meanwhile_makes_no_server_slow() -> None:
     other = pace.begin(now + 1.0, reads=2000)
     assert pace.end(request, now + 10.0, tokens=50, at_most=50).lost_s == 0.0
     pace.end(other, now + 12.0, tokens=50, at_most=50)
+
+
+def used(pace: Pace, seconds: float, *, requests: int = 1, tokens: int = 100, at: float = 0.0) -> list[Reading]:
+    """Requests one after the other, each of so many seconds."""
+    found = []
+    for _ in range(requests):
+        found.append(pace.end(pace.begin(at), at + seconds, tokens=tokens, at_most=tokens))
+        at += seconds
+    return found
+
+
+def test_the_first_requests_are_compared_with_the_measurement_at_the_servers_start() -> None:
+    pace = Pace()
+    pace.measured(0.05)
+    assert pace.known
+    (slow,) = used(pace, 50.0)
+    assert slow.usual_s == pytest.approx(5.0) and slow.lost_s == pytest.approx(45.0)
+    assert used(Pace(), 50.0)[0].lost_s == 0.0, "without one there is nothing to compare them with"
+
+
+def test_requests_in_flight_share_the_measured_throughput() -> None:
+    """A batch is no slower than its requests one after the other, or the server is slow."""
+    pace = Pace()
+    pace.measured(0.05)
+    requests = [pace.begin(0.0) for _ in range(8)]
+    assert [pace.end(request, 8 * 5.0, tokens=100, at_most=100).lost_s for request in requests] == [0.0] * 8
+
+
+def test_a_measurement_counts_little_once_there_are_requests() -> None:
+    pace = Pace()
+    pace.measured(0.01)
+    used(pace, 10.0, requests=3)
+    assert used(pace, 10.0)[0].lost_s == 0.0 and pace.usual_s(100, 1.0) == pytest.approx(10.0)
+    pace.measured(1000.0)
+    assert pace.usual_s(100, 1.0) == pytest.approx(10.0), "of a server that was restarted"
+
+
+@pytest.mark.parametrize("token_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_without_a_measurement_there_is_none(token_s: float) -> None:
+    pace = Pace()
+    pace.measured(token_s)
+    assert not pace.known and pace.slow_start() == ""
+
+
+def test_a_server_that_is_slow_from_its_first_request_on_is_shown_once() -> None:
+    pace = Pace()
+    pace.measured(0.05)
+    used(pace, 15.0, requests=10)
+    assert pace.slow_start() == "", "too few"
+    used(pace, 15.0, requests=10, at=1000.0)
+    told = pace.slow_start()
+    assert "3.0 times slower since its first requests than when it was started" in told and "fix: " in told
+    assert pace.slow_start() == ""
+    sound = Pace()
+    sound.measured(0.05)
+    used(sound, 6.0, requests=40)
+    assert sound.slow_start() == ""
+
+
+@given(
+    history=st.lists(readings, min_size=1, max_size=600),
+    tokens=st.integers(1, 100_000),
+    in_flight=st.floats(1.0, 50.0),
+    cut=st.booleans(),
+)
+@settings(deadline=None, max_examples=50)
+def test_a_pace_that_is_stored_and_restored_judges_as_before(
+    history: list[tuple[int, float]], tokens: int, in_flight: float, cut: bool
+) -> None:
+    pace, now = Pace(), 0.0
+    for count, seconds in history:
+        pace.end(pace.begin(now), now := now + seconds, tokens=count, at_most=count)
+    restored = Pace()
+    restored.restore(json.loads(json.dumps(pace.to_data())))
+    assert restored.usual_s(tokens, in_flight, cut=cut) == pytest.approx(pace.usual_s(tokens, in_flight, cut=cut), rel=0.2)
+    assert restored.to_data() == pace.to_data()
+
+
+BAD = [None, 3, {}, {"all": {}, "work": {}, "sizes": {}}, {"all": {"stride": 1, "requests": [[1, 2]]}, "work": {}, "sizes": {}}]
+BAD += [{"all": {"stride": 1, "requests": [[1.0, float("nan"), 2.0]]}, "work": {"stride": 1, "requests": []}, "sizes": {}}]
+BAD += [{"all": {"stride": 1, "requests": [[1.0, 1.0, 1.0]] * 300}, "work": {"stride": 1, "requests": []}, "sizes": {}}]
+BAD += [{"all": {"stride": 0, "requests": []}, "work": {"stride": 1, "requests": []}, "sizes": {"a": {}}}]
+
+
+@pytest.mark.parametrize("data", BAD)
+def test_what_is_no_history_is_refused_and_changes_nothing(data: Any) -> None:
+    pace = Pace()
+    used(pace, 10.0)
+    with pytest.raises(ValueError, match=r"history|invalid literal"):
+        pace.restore(data)
+    assert pace.usual_s(100, 1.0) == pytest.approx(10.0)

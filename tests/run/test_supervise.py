@@ -1,4 +1,4 @@
-"""The Docker daemon of a run is not restarted by it; a person is shown that it does not answer, and that it does again."""
+"""Restarts of the learner are counted; what a run cannot restart is shown when it does not answer, and when it does again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from agentrl.liveness import Liveness
+from agentrl.errors import LearnerError, LearnerHalted
+from agentrl.liveness import Answers, Liveness
 from agentrl.run import supervise
 from agentrl.sandbox import engine
+from agentrl.testing.clock import run_virtually
 from tests.waiting import until
 
 
@@ -50,3 +54,82 @@ async def test_a_daemon_that_falls_silent_is_shown_once_and_so_is_its_return(tmp
         watching.cancel()
         ended.set()
         await asyncio.to_thread(engine.answers)
+
+
+class Learner:
+    """A learner that publishes some versions in each life, and then fails."""
+
+    def __init__(self, registry: Registry, lives: list[int], *, fails: type[LearnerError] = LearnerError) -> None:
+        self.registry, self.lives, self.fails, self.started = registry, lives, fails, 0
+
+    async def start(self) -> None:
+        self.started += 1
+
+    async def wait(self) -> None:
+        await asyncio.sleep(3600.0)
+        if self.started > len(self.lives):
+            return
+        self.registry.number = max(0, self.registry.number + self.lives[self.started - 1])
+        raise self.fails(f"life {self.started}")
+
+
+class Registry:
+    number = 0
+
+    def latest(self) -> Any:
+        return SimpleNamespace(number=self.number)
+
+
+def watched(lives: list[int], **options: Any) -> tuple[Learner, list[str], Exception | None]:
+    alerts: list[str] = []
+    registry = Registry()
+    learner = Learner(registry, lives, **options)
+    run = SimpleNamespace(learner=learner, registry=registry, tracker=SimpleNamespace(alert=alerts.append))
+    try:
+        run_virtually(supervise.watch_learner(run))  # type: ignore[arg-type]
+    except LearnerError as error:
+        return learner, alerts, error
+    return learner, alerts, None
+
+
+def test_a_learner_that_makes_steps_may_fail_as_often_as_it_does() -> None:
+    learner, alerts, error = watched([1, 2, 0, 0, 1, 0, 0, 1, 5, 1])
+    assert error is None and learner.started == 11
+    assert [alert.rpartition("restart ")[2].split()[0] for alert in alerts] == list("1123123111")
+
+
+@pytest.mark.parametrize("lives", [[0] * 9, [5, *[0] * 9], [3, -2, 2, -2, 2, 0, 0]])
+def test_a_learner_that_gets_no_further_is_given_up(lives: list[int]) -> None:
+    """In the last case it goes back to a checkpoint and fails at the same step each time."""
+    learner, alerts, error = watched(lives)
+    assert error is not None and len(alerts) == learner.started - 1
+    assert "restart 3 of at most 3 without a new version" in alerts[-1]
+
+
+def test_a_learner_that_halts_is_not_restarted() -> None:
+    learner, alerts, error = watched([1], fails=LearnerHalted)
+    assert isinstance(error, LearnerHalted) and learner.started == 1 and alerts == ["halted: life 1"]
+
+
+def test_a_server_elsewhere_that_falls_silent_is_shown_once_and_so_is_its_return() -> None:
+    alerts: list[str] = []
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        live = Answers("MCP server search", fix="check the server", first_s=60.0, clock=loop.time)
+        quiet = Answers("MCP server other", fix="", first_s=60.0, clock=loop.time)
+        watching = asyncio.create_task(supervise.watch_answers(alerts.append))
+        with live.question(), quiet.question():
+            await asyncio.sleep(50.0)
+            quiet.answered(50.0)
+            assert alerts == []
+            await asyncio.sleep(100.0)
+        assert len(alerts) == 1 and alerts[0].startswith("MCP server search has answered nothing for ")
+        assert alerts[0].endswith("\n  fix: check the server")
+        await asyncio.sleep(1000.0)
+        live.answered(3.0)
+        await asyncio.sleep(10.0)
+        assert alerts[1:] == ["MCP server search answers again"]
+        watching.cancel()
+
+    run_virtually(play())

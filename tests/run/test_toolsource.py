@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 
 from agentrl.agent import load_tools
-from agentrl.errors import RecipeError, TaskError, UserError
+from agentrl.agent.invoke import call_tool
+from agentrl.agent.mcp import RunTools
+from agentrl.agent.mcp.offers import offers
+from agentrl.errors import RecipeError, TaskError, ToolUnavailable, UserError
 from agentrl.protocols import ToolSource
 from agentrl.recipe import Recipe
+from agentrl.records import Limits
 from agentrl.run.toolsource import FILE, declared, keep, pinned, with_sub_agents
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
+from tests.agent.hostile_mcp import COUNT, ECHO
 from tests.agent.test_tools import call
 from tests.episodes import make_runner, task, tokenizer
 
@@ -131,3 +136,24 @@ def test_a_secret_that_is_not_there_is_said_before_anything_starts(monkeypatch: 
         with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE holds no secret") as error:
             declared(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
         assert "export NOT_THERE" in error.value.fix
+
+
+async def test_a_server_outside_that_hangs_in_every_episode_is_overdue_and_one_that_answers_is_not() -> None:
+    tools = declared(recipe("hangs").tools, HOSTILE.parent)
+    live = tools.servers["it"].live
+    assert live is not None
+    inside = RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}})
+    assert declared(inside.tools, HOSTILE.parent).servers["it"].live is None, "an agent can stop a server in its sandbox"
+    live._first_s = 0.5
+    for way, overdue in (("hangs", True), ("honest", False)):
+        server = replace(tools.servers["it"], config=recipe(way).tools.mcp["it"], offers=offers([ECHO, COUNT], ()))
+        for _ in range(2):
+            box = load_tools(("mcp:it",), None, RunTools(servers={"it": server}, bounds={}))
+            called = call_tool(box["echo"], {"text": "a"}, None, Limits(tool_timeout_s=0.5), turn=1)
+            if overdue:
+                with pytest.raises(ToolUnavailable):
+                    await called
+            else:
+                assert (await called).outcome.ok
+            await box.close(timeout_s=5.0)
+        assert live.overdue().startswith("MCP server it has answered nothing for 1 s") == overdue

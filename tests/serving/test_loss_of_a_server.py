@@ -13,12 +13,15 @@ from typing import ClassVar
 import pytest
 
 from agentrl import codec
-from agentrl.errors import ServingError, SwapError
+from agentrl.errors import RequestRefused, ServerDied, ServingError, SwapError
 from agentrl.files import sha256_file
+from agentrl.liveness import Restarts
 from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import PolicyVersion, Probe, SamplingParams, SwapReport
+from agentrl.rollout import fault
 from agentrl.serving import UnsentError, served
 from agentrl.version import FolderRegistry
+from tests.waiting import until
 
 
 class ScriptedServer:
@@ -201,6 +204,66 @@ async def test_requests_that_a_dying_server_never_received_wait_for_its_successo
         await policy.close()
         registry.close()
     assert answers == [f"r{number} of server 1" for number in range(60)] and policy.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "dies", "raised"),
+    [
+        (ServingError("connection lost"), True, ServerDied),
+        (ServingError("status 500"), False, ServingError),
+        (RequestRefused("status 400"), True, RequestRefused),
+    ],
+)
+@pytest.mark.usefixtures("scripted")
+async def test_a_request_in_flight_says_whether_the_server_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ServingError, dies: bool, raised: type[ServingError]
+) -> None:
+    """A death costs each episode in flight an attempt, and is nothing that the policy can have provoked."""
+    registry = open_registry(tmp_path)
+    recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
+    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    base = registry.get(0)
+    assert base is not None
+    await policy.start(base)
+
+    async def generate(self: ScriptedClient, *arguments: object, **options: object) -> str:
+        self.server.dead = dies
+        raise error
+
+    monkeypatch.setattr(ScriptedClient, "generate", generate)
+    with pytest.raises(ServingError) as caught:
+        await policy.generate((1,), SamplingParams(max_tokens=4), request_id="r", timeout_s=5.0)
+    assert type(caught.value) is raised and fault(caught.value, stage="generate", turn=3).kind == raised.__name__
+    await policy.close()
+    registry.close()
+
+
+@pytest.mark.parametrize("sound_s", [0.0, 600.0])
+@pytest.mark.usefixtures("scripted")
+async def test_restarts_count_until_a_server_has_worked_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound_s: float
+) -> None:
+    monkeypatch.setattr(served, "_RESTARTS", 2)
+    registry = open_registry(tmp_path)
+    recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
+    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    policy._restarts = Restarts(sound_s=sound_s)
+    base = registry.get(0)
+    assert base is not None
+    await policy.start(base)
+    watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
+    for death in range(1, 6):
+        await asyncio.sleep(0.05)  # it is seen alive
+        ScriptedServer.started[-1].dead = True
+        await until(lambda: watcher.done() or len(ScriptedServer.started) > death)  # noqa: B023
+    if sound_s:
+        with pytest.raises(ServingError, match="died 3 times in a row"):
+            await watcher
+    assert policy.restarts == (3 if sound_s else 5)
+    watcher.cancel()
+    await asyncio.gather(watcher, return_exceptions=True)
+    await policy.close()
+    registry.close()
 
 
 @pytest.mark.usefixtures("scripted")

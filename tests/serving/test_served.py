@@ -29,7 +29,7 @@ from agentrl.testing import byte_tokenizer
 from agentrl.testing.tiny_model import VOCABULARY, make_model, make_probe, token_logprobs, write_version
 from agentrl.weights import deltas
 from tests.episodes import restarting, task
-from tests.serving.conftest import Served
+from tests.serving.conftest import RECIPE, Served
 
 __all__ = ["task"]
 
@@ -478,3 +478,8 @@ async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: S
     assert not await server.alive()
     assert server._scratch is not None
     assert not server._scratch.exists()
+
+
+async def test_a_start_measures_how_fast_the_server_is(served: Served) -> None:
+    assert 0 < served.server.read_s < 1.0 and 0 < served.server.token_s < 10.0
+    assert served.server.liveness.needs_s == served.server.read_s * RECIPE.policy.max_model_len

@@ -54,7 +54,7 @@ class Small(ServerProcess):
     def __init__(self, folder: Path, program: str, port: int = 0) -> None:
         super().__init__("the small server", folder=folder, log="small.log", scratch=str(folder))
         self.program, self.wanted = program, port
-        self.warmed: list[str] = []
+        self.warmed: list[int] = []
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
         await self._begin("127.0.0.1", self.wanted, key="small.port", timeout_s=timeout_s)
@@ -65,8 +65,10 @@ class Small(ServerProcess):
     def _environment(self, scratch: Path) -> dict[str, str]:
         return {"TMPDIR": str(scratch)}
 
-    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
-        self.warmed.append(control.url)
+    max_tokens = 100
+
+    async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
+        self.warmed.append(tokens)
 
 
 async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
@@ -75,7 +77,8 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
     pid, scratch = server.pid, server._scratch
     assert pid is not None and scratch is not None
     try:
-        assert await server.alive() and server.warmed == [server.control.url] and os.listdir(scratch) == ["socket"]
+        assert await server.alive() and server.warmed == [2, 98] and os.listdir(scratch) == ["socket"]
+        assert server.read_s > 0 and server.liveness.needs_s == server.read_s * 100, "the deadline follows from the measured speed"
         assert server.log_path.read_text().startswith("ready\n")
         os.kill(pid, signal.SIGKILL)
         await until(lambda: server._process is not None and server._process.returncode is not None)

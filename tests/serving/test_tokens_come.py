@@ -50,7 +50,9 @@ class Server(ServerProcess):
     def _environment(self, scratch: Path) -> dict[str, str]:
         raise NotImplementedError
 
-    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
+    max_tokens = 100
+
+    async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
         await control.request("POST", "/token", timeout_s=timeout_s)
 
 

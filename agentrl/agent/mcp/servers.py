@@ -24,9 +24,10 @@ from agentrl.agent.mcp.messages import Refused, Wrong
 from agentrl.agent.mcp.offers import MAX_PAGES, MAX_TOOLS, Offer, changed
 from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place, Unanswered
 from agentrl.agent.provoked import CallRecord
-from agentrl.agent.tools import FREE, Bounds, Fault, ToolOutcome
+from agentrl.agent.tools import FREE, OUTAGE, Bounds, Fault, ToolOutcome
 from agentrl.agent.wording import Words
 from agentrl.errors import InfrastructureError, TaskError, UserError
+from agentrl.liveness import Answers
 from agentrl.outages import Outage, outage_in
 from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
@@ -45,6 +46,7 @@ class Server:
     config: MCPConfig
     root: Path  # of the project, where programs on this machine are started
     offers: tuple[Offer, ...] | None = None
+    live: Answers | None = field(default=None, compare=False, repr=False)  # of one outside, for all episodes of a run
 
     @property
     def in_sandbox(self) -> bool:
@@ -163,7 +165,7 @@ class Connection:
         asked = messages.request(number, "tools/call", {"name": offer.name, "arguments": dict(arguments)})
         self.used = True
         try:
-            line = await self._place.ask([asked], number, begin=False, sandbox=sandbox, timeout_s=limits.tool_timeout_s)
+            line = await self._asked(asked, number, sandbox, limits.tool_timeout_s)
             outcome = messages.outcome(messages.result(line), limits.tool_output_chars)
         except Refused as error:
             if not self.server.in_sandbox and (error.internal or outage_in(str(error), arguments)):
@@ -178,9 +180,18 @@ class Connection:
             raise self._out(outcome.output)
         return replace(outcome, output=note + outcome.output)
 
+    async def _asked(self, message: str, number: int, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        if (live := self.server.live) is None:
+            return await self._place.ask([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+        with live.question():
+            started = time.monotonic()
+            line = await self._place.ask([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            live.answered(time.monotonic() - started)
+            return line
+
     def _out(self, text: str) -> Fault:
         """The fault for an outage that a server outside reports; the connection stays open."""
-        return Fault("mcp_outage", text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
+        return Fault(OUTAGE, text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
 
     def _fault(self, error: Exception) -> Fault:
         """Counts a failure, after which the next call starts the server anew, or does not."""

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from agentrl import secrets
 from agentrl.errors import JudgeError, PromptRefusedError, UserError
 from agentrl.fields import text as encodable
+from agentrl.liveness import Answers
 from agentrl.reward.judges.backoff import PROBE_S, TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
 from agentrl.reward.judges.servers import NotUp, Served
 from agentrl.usercode import describe, printable
@@ -112,6 +113,7 @@ class Endpoint:
     clock: Clock = field(default_factory=SystemClock, repr=False)
     _wires: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wire] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _takes_no_schema: list[str] = field(default_factory=list, init=False, repr=False)
+    _live: Answers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
@@ -129,6 +131,8 @@ class Endpoint:
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
             if not getattr(self, name) > 0:
                 raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="give a larger number")
+        fix = "check the endpoint; it is asked again, on new connections, and questions wait for their patience_s"
+        object.__setattr__(self, "_live", Answers(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
         """What decides about its answers, and nothing else: not where the server is, nor how long it is waited for.
@@ -159,6 +163,10 @@ class Endpoint:
         Raises:
             JudgeError: nothing came within `patience_s`, or the server refuses such requests.
         """
+        with nullcontext() if isinstance(self.url, Served) else self._live.question():  # a server of the run is watched where it runs
+            return await self._answer(messages, schema, more or {})
+
+    async def _answer(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Reply:
         wire, began = self._wire(), self.clock.monotonic()
         trying = _Trying(schema=None if self.structured == "never" or self._takes_no_schema else schema)
         while True:
@@ -170,12 +178,12 @@ class Endpoint:
             if pause > 0:
                 await self.clock.sleep(pause)
             elif not wire.down:
-                got = await self._try(wire, trying, messages, more or {}, left=left)
+                got = await self._try(wire, trying, messages, more, left=left)
             elif await _acquired(wire.probe, left):
                 try:
                     left = self.patience_s - (self.clock.monotonic() - began)
                     if wire.down and left > 0 and wire.resume_at <= self.clock.monotonic():  # nobody else has looked meanwhile
-                        got = await self._try(wire, trying, messages, more or {}, left=left, probing=True)
+                        got = await self._try(wire, trying, messages, more, left=left, probing=True)
                 finally:
                     wire.probe.release()
             if got is not None:
@@ -202,7 +210,10 @@ class Endpoint:
             trying.tries += 1
             round_ = wire.refused
             body = self._body(messages, trying.schema, more)
+            asked = self.clock.monotonic()
             got = await self._once(wire, body, messages, trying.schema, limit_s=min(self.timeout_s, left))
+        if not isinstance(got, _Later):
+            self._live.answered(self.clock.monotonic() - asked)
         if isinstance(got, _Later):
             trying.why = got.why
             self._pause(wire, trying.tries, got, first=round_ == wire.refused)

@@ -14,6 +14,7 @@ import pytest
 from judge_parts import RIGHT, endpoint
 
 from agentrl.errors import JudgeError, UserError
+from agentrl.liveness import asked
 from agentrl.reward.judges import Endpoint, Prices
 from agentrl.reward.judges.backoff import asked_wait_s, wait_s
 from agentrl.testing import ChatServer, JumpingClock, Says
@@ -301,3 +302,23 @@ async def test_tokens_are_the_servers_count_or_an_estimate(odd_usage: bytes) -> 
     assert (counted.prompt_tokens, counted.completion_tokens, counted.counted) == (7, 3, True)
     assert (guessed.prompt_tokens, guessed.completion_tokens, guessed.counted) == (1, 100, False)
     assert Prices(prompt=2.0, completion=10.0).of(1000, 100) == pytest.approx(0.003)
+
+
+async def test_an_endpoint_that_answers_nothing_is_overdue_until_it_does() -> None:
+    """`agentrl.run.supervise.watch_answers` shows both."""
+    looks: list[str] = []
+
+    class Looking(JumpingClock):
+        async def sleep(self, seconds: float) -> None:
+            began = self.now
+            for part in range(1, 21):
+                self.now = began + seconds * part / 20
+                looks.append(one._live.overdue())
+            await asyncio.sleep(0)
+
+    clock = Looking()
+    with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_600 else Says(status=503, raw=b"busy")) as server:
+        one = endpoint(server.url, clock=clock, timeout_s=120.0)
+        assert (await closing(one)).text == RIGHT  # type: ignore[attr-defined]
+    assert looks[0] == "" and looks[-1].startswith("judge scripted at 127.0.0.1:") and "has answered nothing for 6" in looks[-1]
+    assert one._live.overdue() == "" and one._live in asked()
