@@ -45,8 +45,12 @@ def put_folder(path: Path, _: Path) -> None:
 def put_socket(path: Path, _: Path) -> None:
     import socket
 
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{folder}/{path.name}")  # a path in full may be longer than the 107 bytes that an address may have
+    finally:
+        os.close(folder)
 
 
 STRANGE: list[Callable[[Path, Path], None]] = [put_pipe, put_device, put_link, put_folder, put_socket]

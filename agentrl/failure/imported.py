@@ -53,7 +53,7 @@ def task_of(trace: Trace, missing: Missing) -> Task:
         keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
         raise UserError(
             printable(
-                f"trace {trace.id} ({trace.source}) holds no task, and makes none yet, because these are not known: {'; '.join(found)}{keys}",
+                f"trace {trace.id} ({trace.source}) makes no case yet: missing: {'; '.join(found)}{keys}",
                 2000,
             ),
             fix="add them to the command",
