@@ -84,6 +84,7 @@ def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) ->
         max_model_len=100_000,
         request_timeout_s=request_timeout_s,
     )
+    runner.pace.measured(1.0)  # seconds a token, as a server's start measures it: no first request is cut off, which this server cannot do
     return GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(at_once), group_size=1, max_retries=0)
 
 
