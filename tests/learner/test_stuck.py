@@ -80,7 +80,8 @@ async def test_a_stopped_learner_is_restarted_and_no_group_is_lost_or_trained_tw
     write_run(tmp_path, made, groups[:6])
     learner = LearnerProcess(tmp_path, made)
     live = learner.liveness = Stopping(tmp_path, work, rank=ranks - 1)
-    run, registry = SimpleNamespace(learner=learner, tracker=Alerts()), FolderRegistry(tmp_path / "versions")
+    registry = FolderRegistry(tmp_path / "versions")
+    run = SimpleNamespace(learner=learner, tracker=Alerts(), registry=registry)
     watching = asyncio.create_task(supervise.watch_learner(run))  # type: ignore[arg-type]
     try:
         async with asyncio.timeout(300):

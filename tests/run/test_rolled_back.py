@@ -25,6 +25,7 @@ from agentrl.learner.guard import Setback
 from agentrl.observe import RunTracker, write_report
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Episode, Group, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState
+from agentrl.rollout import Pace
 from agentrl.run import loop, measure, supervise
 from agentrl.run.judges import JudgeServers
 from agentrl.serving import served
@@ -97,6 +98,7 @@ async def opened(run_dir: Path) -> Any:
         **{"gate_server": None, "interrupted": False},
         capture=Capture(run_dir, RECIPE.capture, origin={}),
         step_groups=StepGroups.of(RECIPE.rollout),
+        groups=SimpleNamespace(runner=SimpleNamespace(pace=Pace())),
         judges=JudgeServers(RECIPE, {}, folder=run_dir),
     )
 
@@ -200,7 +202,11 @@ HALTED = "step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"
         (LearnerHalted(HALTED), 1, [f"halted: {HALTED}"]),
         (UserError("this kind of model cannot be trained", fix="take another"), 1, []),
         (DiskFull("no room"), 1, []),
-        (LearnerError("rank 0 was killed"), 4, [f"rank 0 was killed\n  restart {number} of at most 3" for number in (1, 2, 3)]),
+        (
+            LearnerError("rank 0 was killed"),
+            4,
+            [f"rank 0 was killed\n  restart {number} of at most 3 without a new version" for number in (1, 2, 3)],
+        ),
     ],
 )
 async def test_a_learner_is_started_again_only_where_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
@@ -213,7 +219,7 @@ async def test_a_learner_is_started_again_only_where_that_may_help(error: Except
         async def start(self) -> None:
             self.starts += 1
 
-    run = SimpleNamespace(learner=Learner(), tracker=Alerts(tmp_path))
+    run = SimpleNamespace(learner=Learner(), tracker=Alerts(tmp_path), registry=SimpleNamespace(latest=lambda: None))
     with pytest.raises(type(error), match=str(error).splitlines()[0]):
         await supervise.watch_learner(run)  # type: ignore[arg-type]
     assert (run.learner.starts, run.tracker.said) == (starts, said)
