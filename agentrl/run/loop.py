@@ -44,6 +44,7 @@ async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, c
     (`agentrl.run.preflight.check`). Raises `UserError` before anything is started when the recipe cannot run here,
     and `InfrastructureError` when a part fails for good; whatever was finished until then is kept.
     """
+    starts = len(sessions.read(start.folder))
     run = None
     try:
         async with opened(recipe, start, checked, root=root, console=console) as run:
@@ -58,7 +59,8 @@ async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, c
         if run is not None:
             with kept_going(run.folder, "the summary and the report"):
                 _report(run, error)
-        _ended(start.folder, error)
+        if len(sessions.read(start.folder)) > starts:  # else an earlier driver's is the last
+            _ended(start.folder, error)
         raise
     return _report(run)  # last, so that its times are all there is
 

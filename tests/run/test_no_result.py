@@ -214,3 +214,17 @@ async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_c
     summary = await loop.train(recipe, start, cast(Any, None), root=tmp_path, console=False)
     assert [one.ended for one in summary.sessions] == ["failed", "finished"] and not summary.interrupted
     assert not any("ended early" in problem for problem in summary.problems)
+
+
+async def test_a_start_that_fails_before_it_begins_says_nothing_of_the_driver_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise InfrastructureError("no sandboxes")
+
+    sessions.begin(tmp_path)  # and was killed
+    monkeypatch.setattr(loop, "opened", fails)
+    start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    with pytest.raises(InfrastructureError):
+        await loop.train(make_recipe(), start, cast(Any, None), root=tmp_path, console=False)
+    assert [one.ended for one in sessions.read(tmp_path)] == ["killed"]

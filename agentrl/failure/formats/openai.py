@@ -68,6 +68,10 @@ def parse(document: Any, where: Mapping[str, str]) -> Trace:
     choices = objects(answer.get("choices"), "choices")
     if choices:
         said.append(message(an_object(choices[0].get("message"), "choices[0].message"), "choices[0].message", gaps))
+    elif (failed := answer.get("error") or whole.get("error")) is not None:
+        gaps.add(f"an answer of the model: the response is an error, {_error(failed)}")
+    elif "response" in whole:
+        gaps.add("an answer of the model")
     if len(choices) > 1:
         gaps.add("choices besides the first", len(choices) - 1)
     if not said:
@@ -78,6 +82,13 @@ def parse(document: Any, where: Mapping[str, str]) -> Trace:
     )
     gaps.add("times of the messages")
     return imported(NAME, said, {**where, **known}, gaps, tools=tools(asked.get("tools"), gaps))
+
+
+def _error(failed: Any) -> str:
+    """What an error says of itself, in a few words."""
+    told = names(failed)
+    words = (label(told.get(key)) for key in ("type", "code", "message"))
+    return ", ".join(dict.fromkeys(word for word in words if word)) or label(failed) or "which says nothing"
 
 
 def message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Spoken:

@@ -1,8 +1,9 @@
 """OpenTelemetry's conventions for generative AI, all of them still in development: model calls as spans, agents and tools around them.
 
-Read are the form up to v1.36 (a log record for each message, https://github.com/open-telemetry/semantic-conventions, docs/gen-ai at that
-tag) and the newer one (`gen_ai.input.messages` and `gen_ai.output.messages` with their parts, on spans or on the one log record of a
-call). Every call repeats the conversation before it; `otel_lines` makes one conversation of them again.
+Read are, of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one attribute), that
+up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
+`gen_ai.output.messages` with their parts, on spans, events or the one log record of a call). Every call repeats the conversation before it;
+`otel_lines` makes one conversation of them again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _MESSAGE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user",
 _CHOICE = "gen_ai.choice"
 _CALLS = ("chat", "generate_content", "text_completion")
 _INPUT, _OUTPUT, _SYSTEM = "gen_ai.input.messages", "gen_ai.output.messages", "gen_ai.system_instructions"
+_PROMPT, _COMPLETION = "gen_ai.prompt", "gen_ai.completion"
+_WHOLE = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events with all messages, up to v1.27
+_SPOKEN = (_INPUT, _OUTPUT, _PROMPT, _COMPLETION)
+_STRUCTURED = ("message", "tool_calls", "index")  # which attributes can only hold as JSON text
+_OF_A_MESSAGE = ("role", "content", "id", "tool_calls", "name", "index", "message", "finish_reason")
 
 
 @dataclass(slots=True)
@@ -115,7 +121,7 @@ class Gathered:
             self.runs[span.key] = _run(span)
         elif operation in ("invoke_agent", "create_agent"):
             self.agents[span.key] = Agent(key=span.key, name=label(attributes.get("gen_ai.agent.name")), start=span.start)
-        if operation not in _CALLS and _INPUT not in attributes and _OUTPUT not in attributes:
+        if operation not in _CALLS and not any(name in attributes for name in _SPOKEN):
             return
         one = self._call(span)
         one.parent, one.start, one.end, one.error, one.has_span = span.parent, span.start, span.end, span.error, True
@@ -128,9 +134,10 @@ class Gathered:
         return self.calls[of.key]
 
     def _event(self, event: Event) -> None:
-        if event.name == DETAILS:
+        if event.name in (DETAILS, *_WHOLE):
             one = self._call(event)
-            self._take(one, event.attributes)
+            told = {key: value for key, value in _fields(event).items() if key.startswith("gen_ai.")}
+            self._take(one, told)
         elif event.name in _MESSAGE_EVENTS or event.name == _CHOICE:
             one = self._call(event)
             self._message_event(one, event)
@@ -142,15 +149,21 @@ class Gathered:
 
     def _message_event(self, one: Call, event: Event) -> None:
         """A message in the form up to v1.36: that of a chat completion, with the role in the event's name."""
-        body = event.body if isinstance(event.body, dict) else {}
+        fields = ((key, value) for key, value in _fields(event).items() if not key.startswith("gen_ai."))
+        body = {key: _decoded(value) if key in _STRUCTURED else value for key, value in fields}
         if event.name == _CHOICE:
-            if body.get("index") not in (None, 0):
+            if body.get("index") not in (None, 0, "0"):
                 one.gaps.add("choices besides the first")
                 return
-            told, into = body.get("message"), one.outputs
-            message = {"role": "assistant", **(told if isinstance(told, dict) else {})}
+            told = body.get("message")
+            if not isinstance(told, dict):
+                told = {"content": told} if isinstance(told, str) else {key: body[key] for key in ("content", "tool_calls") if key in body}
+            message, into, whole = {"role": "assistant", **told}, one.outputs, one.whole_outputs
         else:
-            message, into = {"role": _MESSAGE_EVENTS[event.name], **body}, one.inputs
+            kept = {key: value for key, value in body.items() if key not in ("index", "message", "finish_reason")}
+            message, into, whole = {"role": _MESSAGE_EVENTS[event.name], **kept}, one.inputs, one.whole_inputs
+        if whole:  # attributes have told the same
+            return
         message["tool_call_id"] = message.pop("id", None) if message["role"] == "tool" else None
         entry = self._kept(openai.message(message, event.name, one.gaps))
         again = (event.key, event.name, event.at, entry.whole)
@@ -165,13 +178,14 @@ class Gathered:
         one.agent_name = one.agent_name or label(attributes.get("gen_ai.agent.name"))
         if not one.inputs:
             told = [*_instructions(attributes.get(_SYSTEM), one.gaps), *_messages(attributes, _INPUT, one.gaps)]
-            one.inputs = [self._kept(message) for message in told]
+            told = told or list(_plain(attributes, _PROMPT, "user", one.gaps))
+            one.inputs, one.whole_inputs = [self._kept(message) for message in told], bool(told)
         if not one.outputs:
-            said = list(_messages(attributes, _OUTPUT, one.gaps))
+            said = list(_messages(attributes, _OUTPUT, one.gaps)) or list(_plain(attributes, _COMPLETION, "assistant", one.gaps))
             if len(said) > 1 and all(message.message.role == "assistant" for message in said):
                 one.gaps.add("choices besides the first", len(said) - 1)
                 said = said[:1]
-            one.outputs = [self._kept(message) for message in said]
+            one.outputs, one.whole_outputs = [self._kept(message) for message in said], bool(said)
         if not one.tools and "gen_ai.tool.definitions" in attributes:
             one.tools = tools(_decoded(attributes["gen_ai.tool.definitions"]), one.gaps)
 
@@ -202,6 +216,25 @@ def _run(span: Span) -> ToolRun:
         start=span.start,
         end=span.end,
     )
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    """What an event tells, wherever it does: in its body, in its attributes, or in the one attribute that holds all of it as JSON."""
+    found: dict[str, Any] = {}
+    for told in (event.body, event.attributes.get("gen_ai.event.content")):
+        value = _decoded(told)
+        found |= value if isinstance(value, dict) else {"content": told} if isinstance(told, str) else {}
+    return found | {key: value for key, value in event.attributes.items() if key in _OF_A_MESSAGE or key.startswith("gen_ai.")}
+
+
+def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[Spoken]:
+    """The messages of an attribute up to v1.27: chat messages as JSON, or a text by itself."""
+    value = _decoded(attributes.get(name))
+    if isinstance(value, str):
+        yield spoken(role, value)
+        return
+    for number, item in enumerate(objects([value] if isinstance(value, dict) else value, name)):
+        yield openai.message({"role": role, **item}, f"{name}[{number}]", gaps)
 
 
 def _decoded(value: Any) -> Any:

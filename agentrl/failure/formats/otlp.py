@@ -1,4 +1,4 @@
-"""Spans and log records of OTLP in its JSON form, as collectors and the SDKs' file exporters write them.
+"""Spans, their events and log records of OTLP in its JSON form, as collectors and the SDKs' file exporters write them.
 
 Described at https://opentelemetry.io/docs/specs/otlp/ and in opentelemetry/proto/trace/v1/trace.proto. Only what tells of generative AI
 is kept: attributes that begin with `gen_ai.`, and how spans hang together.
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a log record says of a span."""
+    """What a log record, or an event on a span, says of a span."""
 
     key: Key
     name: str
@@ -69,12 +69,15 @@ def entries(document: Document) -> Iterator[Span | Event | Unreadable]:
                         raise ValueError(f"{inner} is {kind(items)}, not a list")
                     for number, item in enumerate(items or []):
                         try:
-                            found = make(an_object(item, inner), service, place)
+                            one = an_object(item, inner)
+                            found = make(one, service, place)
                         except (ValueError, RecursionError) as error:
                             yield place.unreadable(error, where=f"{inner}[{number}]", fix=fix)
                             continue
                         if found is not None:
                             yield found
+                        if isinstance(found, Span):
+                            yield from _events_of(found, one.get("events"))
         except ValueError as error:
             yield place.unreadable(error, fix=fix)
 
@@ -104,6 +107,18 @@ def _span(span: Mapping[str, Any], service: str, place: Place) -> Span:
     )
 
 
+def _events_of(span: Span, found: Any) -> Iterator[Event | Unreadable]:
+    """The events on a span that tell of generative AI: earlier conventions have messages there."""
+    try:
+        for event in objects(found, "events"):
+            name = event.get("name")
+            if isinstance(name, str) and name.startswith("gen_ai."):
+                at, told = _time(event.get("timeUnixNano")), _attributes(event.get("attributes"), every=True)
+                yield Event(key=span.key, name=name, at=at, attributes=told, body=None, service=span.service, place=span.place)
+    except (ValueError, RecursionError) as error:
+        yield span.place.unreadable(error, where=f"events of span {label(span.key[1])}", fix="export it again; other spans are read")
+
+
 def _event(record: Mapping[str, Any], service: str, place: Place) -> Event | None:
     """A log record that tells of generative AI, else None."""
     attributes = _attributes(record.get("attributes"))
@@ -114,18 +129,19 @@ def _event(record: Mapping[str, Any], service: str, place: Place) -> Event | Non
         key=(_id(record.get("traceId"), "traceId"), _id(record.get("spanId"), "spanId")),
         name=name,
         at=_time(record.get("timeUnixNano")) or _time(record.get("observedTimeUnixNano")),
-        attributes=attributes,
+        attributes=_attributes(record.get("attributes"), every=True),
         body=any_value(record.get("body")),
         service=service,
         place=place,
     )
 
 
-def _attributes(found: Any) -> dict[str, Any]:
+def _attributes(found: Any, *, every: bool = False) -> dict[str, Any]:
+    """Those that tell of generative AI; `every`: all of them, of an event that does."""
     kept = {}
     for item in objects(found, "attributes"):
         key = item.get("key")
-        if isinstance(key, str) and key.startswith(_KEPT):
+        if isinstance(key, str) and (every or key.startswith(_KEPT)):
             kept[key] = any_value(item.get("value"))
     return kept
 

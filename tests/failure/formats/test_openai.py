@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.failure.formats import read_all, write
+from agentrl.failure.formats import read, read_all, write
 from agentrl.failure.formats.values import UNPARSED
 from agentrl.failure.trace import Trace
 
@@ -76,3 +76,21 @@ def test_what_is_not_there_or_not_kept_is_said(message: dict[str, Any], gap: str
     trace = one([message], tmp_path / "a.json")
     assert trace.spoken[0].message.content == "a"
     assert any(gap in what for what in trace.missing), trace.missing
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"response": {"error": {"type": "rate_limit_exceeded", "code": 429}}}, "the response is an error, rate_limit_exceeded, 429"),
+        ({"response": {"status_code": 500, "body": {"error": {"message": "overloaded"}}}}, "the response is an error, overloaded"),
+        ({"response": None, "error": {"code": "batch_expired"}}, "the response is an error, batch_expired"),
+        ({"response": {"error": "no"}}, "the response is an error, no"),
+        ({"response": {"error": {}}}, "an answer of the model"),
+        ({"response": {}}, "an answer of the model"),
+    ],
+)
+def test_a_response_that_is_no_answer_is_missing_and_says_why(document: dict[str, Any], said: str, tmp_path: Path) -> None:
+    whole = {"request": {"messages": [{"role": "user", "content": "q"}]}, **document}
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    (trace,) = read(tmp_path / "a.json")
+    assert isinstance(trace, Trace) and any(said in gap for gap in trace.missing), trace

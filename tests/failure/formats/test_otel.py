@@ -125,3 +125,107 @@ def test_conversations_of_one_service_are_told_apart(tmp_path: Path) -> None:
     assert [[one.message.content for one in trace.spoken] for trace in traces] == [
         ["q0", "a", "more", "b"], ["q1", "a", "more", "b"], ["q4", "a"], ["q5", "a"],
     ]  # fmt: skip
+
+
+CALLED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"order": 7}'}}
+TALK = [
+    ("user", {"content": "Where is 7?"}),
+    ("assistant", {"content": "", "tool_calls": [CALLED]}),
+    ("tool", {"id": "c1", "content": "on its way"}),
+]
+CHATS = [
+    {"role": "user", "content": "Where is 7?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "c1", "content": "on its way"},
+]
+PARTS = [
+    text("user", "Where is 7?"),
+    {"role": "assistant", "parts": [{"type": "tool_call", "id": "c1", "name": "look", "arguments": {"order": 7}}]},
+    {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "on its way"}]},
+]
+
+
+def values(attributes: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": {"stringValue": one if isinstance(one, str) else json.dumps(one)}} for key, one in attributes.items()]
+
+
+def event(name: str, at: int, **told: Any) -> dict[str, Any]:
+    return {"name": name, "timeUnixNano": str(at), "attributes": values(told)}
+
+
+def record(name: str, at: int, body: Any = None, **told: Any) -> dict[str, Any]:
+    where = {"traceId": "a" * 32, "spanId": f"{1:016x}", "timeUnixNano": str(at)}
+    return (
+        where | {"attributes": values({"event.name": name, **told})} | ({} if body is None else {"body": {"stringValue": json.dumps(body)}})
+    )
+
+
+def as_messages(make: Any, pack: Any) -> list[dict[str, Any]]:
+    """A message an event, up to v1.36, in whatever place `make` puts what `pack` gives."""
+    found = [make(f"gen_ai.{role}.message", 20 + number, **pack({"role": role, **told})) for number, (role, told) in enumerate(TALK)]
+    return [*found, make("gen_ai.choice", 30, **pack({"index": 0, "message": {"content": "It is on its way."}}))]
+
+
+DETAILED = {"gen_ai.input.messages": PARTS, "gen_ai.output.messages": [text("assistant", "It is on its way.")]}
+ANSWER = [{"role": "assistant", "content": "It is on its way."}]
+PLACES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {  # attributes of the span, its events, log records
+    "attributes with parts": (DETAILED, [], []),
+    "attributes up to v1.27": ({"gen_ai.prompt": CHATS, "gen_ai.completion": ANSWER}, [], []),
+    "one event with parts": ({}, [event("gen_ai.client.inference.operation.details", 20, **DETAILED)], []),
+    "one record with parts": ({}, [], [record("gen_ai.client.inference.operation.details", 20, **DETAILED)]),
+    "one record with parts in its body": ({}, [], [record("gen_ai.client.inference.operation.details", 20, DETAILED)]),
+    "two events up to v1.27": (
+        {},
+        [
+            event("gen_ai.content.prompt", 20, **{"gen_ai.prompt": CHATS}),
+            event("gen_ai.content.completion", 30, **{"gen_ai.completion": ANSWER}),
+        ],
+        [],
+    ),
+    "events in plain attributes": ({}, as_messages(event, lambda told: told), []),
+    "events with all of it in one attribute": ({}, as_messages(event, lambda told: {"gen_ai.event.content": told}), []),
+    "records in their bodies": ({}, [], as_messages(record, lambda told: {"body": told})),
+    "records in plain attributes": ({}, [], as_messages(record, lambda told: told)),
+    "attributes, and the same in events": (DETAILED, as_messages(event, lambda told: told), []),
+    "attributes, and the same in records": (DETAILED, [], as_messages(record, lambda told: {"body": told})),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_messages_are_found_wherever_a_generation_of_the_conventions_puts_them(place: str, tmp_path: Path) -> None:
+    attributes, events, records = PLACES[place]
+    one = span(1)
+    one["attributes"] += values(attributes)
+    whole = {
+        "resourceSpans": [{"scopeSpans": [{"spans": [{**one, "events": events}]}]}],
+        "resourceLogs": [{"scopeLogs": [{"logRecords": records}]}],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    (trace,) = read(tmp_path / "a.json")
+    assert isinstance(trace, Trace), trace
+    found = [(one.message.role, one.message.content, one.call_ids, one.answers) for one in trace.spoken]
+    assert found == [
+        ("user", "Where is 7?", (), ""),
+        ("assistant", "", ("c1",), ""),
+        ("tool", "on its way", (), "c1"),
+        ("assistant", "It is on its way.", (), ""),
+    ]
+    assert dict(trace.spoken[1].message.tool_calls[0].arguments) == {"order": 7}
+    assert not [gap for gap in trace.missing if "answer of the model" in gap]
+
+
+def test_events_that_are_none_cost_nothing_but_themselves(tmp_path: Path) -> None:
+    good = span(1, input_messages=[text("user", "q")], output_messages=[text("assistant", "a")])
+    odd = [
+        7,
+        {"name": 7},
+        {"name": "gen_ai.user.message", "attributes": 3},
+        {"name": "gen_ai.choice", "attributes": values({"index": 1})},
+        {"name": "exception", "attributes": [{"key": "x", "value": 7}]},
+    ]
+    for one in odd:
+        (tmp_path / "a.json").write_text(
+            json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [{**good, "events": [one]}]}]}], "resourceLogs": []})
+        )
+        traces = [found for found in read(tmp_path / "a.json") if isinstance(found, Trace)]
+        assert [[said.message.content for said in trace.spoken] for trace in traces] == [["q", "a"]], one
