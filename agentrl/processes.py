@@ -1,4 +1,5 @@
-"""What a process asks for itself: to die with its parent, how old it is, imports without the garbage collector, rare collections."""
+"""What a process asks for itself: to die with its parent, how old it is, imports without the garbage collector, rare collections; and the end
+of processes that were started with a mark."""
 
 from __future__ import annotations
 

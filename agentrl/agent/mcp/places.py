@@ -222,6 +222,8 @@ class OverHTTP:
             for data in stream.feed(piece) if kind == "text/event-stream" else ():
                 if _answers(data, until):
                     return data
+                if not _is_json(data):
+                    raise Unanswered("garbage", "an event that is no JSON")
                 if (reply := inside_line.reply_to(data)) is not None and (asked := asked + 1) <= _MOST_REQUESTS:
                     await self._reply(client, reply)
             await asyncio.sleep(0)
@@ -238,14 +240,13 @@ class OverHTTP:
                 pass
 
     async def close(self) -> None:
-        client, headers = self._client, self._headers() if self._session else {}
-        self._client, self._session, self._revision = None, "", ""
-        if client is None:
-            return
-        if headers:
+        client, self._client = self._client, None
+        if client is not None and self._session:
             with contextlib.suppress(Exception):  # whatever it is, the connection ends
-                await client.delete(self._url, headers=headers, timeout=2.0)
-        await client.aclose()
+                await client.delete(self._url, headers=self._headers(), timeout=2.0)
+        self._session, self._revision = "", ""
+        if client is not None:
+            await client.aclose()
 
 
 def _by_status(status: int, *, in_session: bool) -> Unanswered | Refused:
@@ -297,6 +298,14 @@ def _chosen(answer: bytes) -> str:
         found = json.loads(answer).get("result", {}).get("protocolVersion")
         return found if found in REVISIONS else ""
     return ""
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _answers(data: bytes, until: int | None) -> bool:
