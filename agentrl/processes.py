@@ -1,5 +1,4 @@
-"""What a process asks for itself: to die with its parent, how old it is, imports without the garbage collector, rare collections; and the end
-of processes that were started with a mark."""
+"""Process-wide settings and facts: dying with the parent, age, garbage collection; and ending the processes that carry a mark."""
 
 from __future__ import annotations
 
