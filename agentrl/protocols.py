@@ -65,7 +65,6 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
         """Runs a program; after `timeout_s` its whole process tree is killed (`reason="timeout"`)."""
-        ...
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
         """Like `exec(["python3", "-I", "-c", code])`, from a warm interpreter: each call starts afresh, without the start-up time.
@@ -76,11 +75,9 @@ class Sandbox(Protocol):
         the next call starts a fresh one. A sandbox has at most four sessions: `ValueError` for a fifth name, or a wrong one.
         A snapshot does not hold them.
         """
-        ...
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Bytes of a regular file; never follows a link. `FileNotFoundError`, or `ValueError` when too large."""
-        ...
 
     async def write(self, path: str, data: bytes) -> None: ...
 
@@ -89,14 +86,12 @@ class Sandbox(Protocol):
 
         Whatever its files and their modes are; `ValueError` when it is too large, and for no other reason.
         """
-        ...
 
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
 
     async def close(self) -> None:
         """Destroys the sandbox and everything in it. Idempotent; never raises for a sandbox that is already gone."""
-        ...
 
 
 @runtime_checkable
@@ -110,7 +105,6 @@ class SandboxBackend(Protocol):
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Builds or finds the image (may take minutes the first time); later `open` calls are fast."""
-        ...
 
     async def open(
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
@@ -118,7 +112,6 @@ class SandboxBackend(Protocol):
 
     async def close(self) -> None:
         """Closes every sandbox this backend still has open, and the backend."""
-        ...
 
 
 class TaskFamily(Protocol):
@@ -128,13 +121,11 @@ class TaskFamily(Protocol):
 
     def size(self, split: Split) -> int | None:
         """Number of tasks in the split; None when generated without end."""
-        ...
 
     def task(self, split: Split, index: int) -> Task: ...
 
     def gold(self, task: Task) -> str:
         """Python source of the gold solution: run in the task's sandbox, it prints the right answer."""
-        ...
 
 
 class VariedFamily(TaskFamily, Protocol):
@@ -145,7 +136,6 @@ class VariedFamily(TaskFamily, Protocol):
 
         A pure function of the task's content and the seed, with or without an end. `gold` solves them as it does any other task.
         """
-        ...
 
 
 class Verifier(Protocol):
@@ -160,7 +150,6 @@ class PreparedVerifier(Verifier, Protocol):
     @property
     def timeout_s(self) -> float:
         """Seconds that one score may take."""
-        ...
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """Called once before the first episode; `UserError` keeps the run from starting.
@@ -169,7 +158,6 @@ class PreparedVerifier(Verifier, Protocol):
             root: the project.
             folder: the run folder, which may not exist yet; None: there is no run.
         """
-        ...
 
 
 class SandboxVerifier(Protocol):
@@ -196,7 +184,6 @@ class Policy(Protocol):
         The tokens are drawn from the distribution that `params` describe, and their logprobs are of it; with `params.supports` the
         completion has the support of every token, or its episode fails. `request_id` is the id of the episode, a hyphen and a number.
         """
-        ...
 
 
 class LiveTrajectory(Protocol):
@@ -209,17 +196,14 @@ class LiveTrajectory(Protocol):
     @property
     def index(self) -> int:
         """Its place in `LiveEpisode.trajectories`."""
-        ...
 
     @property
     def agent(self) -> str:
         """Who speaks in it."""
-        ...
 
     @property
     def parent(self) -> Parent | None:
         """The turn and the call that it comes from."""
-        ...
 
     @property
     def turns(self) -> Sequence[Turn]: ...
@@ -227,23 +211,19 @@ class LiveTrajectory(Protocol):
     @property
     def stop_reason(self) -> str:
         """Empty while it goes on."""
-        ...
 
     @property
     def tokens(self) -> int:
         """Tokens of its context, those that `add_prompt` has added included. `LiveEpisode.room` is the most there may be."""
-        ...
 
     def limit(self) -> str:
         """The stop reason that applies now, `turn_limit`, `wall_limit` or `token_limit`; empty: another turn may be sampled.
 
         Raises `TaskError` when not even the episode's first turn fits: the task's prompt is too long.
         """
-        ...
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         """Token ids that come into the context before the next completion. Nothing is trained on them."""
-        ...
 
     async def sample(
         self,
@@ -259,23 +239,18 @@ class LiveTrajectory(Protocol):
 
         `stop` are texts that the server may end it at, after the token that completes one.
         """
-        ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:
         """Keeps a completion, with its parsed form, as the turn that follows what `add_prompt` has added."""
-        ...
 
     def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
         """What the calls of the last turn gave, and the seconds they took together."""
-        ...
 
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
         """Says for the record who speaks in it, and what that agent is told, where that is known later or is not the task's prompt."""
-        ...
 
     def end(self, stop_reason: str) -> None:
         """Ends it before the episode does, as a sub-agent's or one whose context was restarted."""
-        ...
 
 
 class ToolSource(Protocol):
@@ -296,15 +271,12 @@ class EpisodeMemory(Protocol):
     @property
     def memo(self) -> Memo:
         """What was written and shown so far."""
-        ...
 
     def note(self, text: str) -> tuple[bool, str]:
         """Keeps a note for later episodes: whether it is kept, and what the agent is told."""
-        ...
 
     def recall(self, query: str) -> tuple[bool, str]:
         """Finds notes of earlier episodes by words, the newest without a word: whether the query can be looked for, and what is shown."""
-        ...
 
 
 class MemoryView(Protocol):
@@ -312,7 +284,6 @@ class MemoryView(Protocol):
 
     def begin(self, memo: Memo | None = None) -> EpisodeMemory:
         """For one episode. `memo`: what one wrote and was shown up to the state that this one goes on from."""
-        ...
 
 
 class ElsewhereRequest(Protocol):
@@ -340,17 +311,14 @@ class LiveEpisode(Protocol):
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:
         """All so far, in the order of their beginning. The first is there from the start; one that goes on from a state has turns."""
-        ...
 
     @property
     def turn_count(self) -> int:
         """Turns of all trajectories so far."""
-        ...
 
     @property
     def agent_state(self) -> Mapping[str, Any]:
         """What the agent gave to the `boundary` at which the state was captured that this episode goes on from; else empty."""
-        ...
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
         """Begins another trajectory.
@@ -363,44 +331,36 @@ class LiveEpisode(Protocol):
         Raises:
             ValueError: there is no such turn, or no such call in it.
         """
-        ...
 
     def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ElsewhereRequest]:
         """Encloses a request that the agent sends to a server of the policy. Its time counts as sampling, and is compared with that of
         other such requests. `most` is limited to the tokens that the server usually returns within `within_s` and the time left, so that a
         model that never ends is cut off instead of timing out.
         """
-        ...
 
     async def sandbox(self) -> Sandbox:
         """The episode's sandbox, opened at the first need. Raises `SandboxError`, or `TaskError` when the task's cannot be made."""
-        ...
 
     @property
     def sandbox_opened(self) -> bool: ...  # whether `sandbox` has opened one yet
 
     async def working_copy(self) -> bytes | None:
         """What the working directory holds, for `apart`; None: what the task's begins with. Raises `ValueError` where too large."""
-        ...
 
     def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
         """The same episode for an agent with a sandbox of its own, which begins with a `working_copy` and ends with the block.
 
         It is of the task's spec, and `sandbox_lost` is of it alone. Meanwhile the episode has no state that could be captured.
         """
-        ...
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
         """Around what the agent's words have called: its time is the agent's, should the episode run out of it; and the sandbox's."""
-        ...
 
     def shown(self, output: str) -> str:
         """What the agent may see of a tool's output, so that no more than `Limits.all_output_chars` is shown in all; cuts are marked."""
-        ...
 
     def add_failure(self, failure: Failure) -> None:
         """Records what went wrong with a tool; of many, the first ones are kept."""
-        ...
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         """Says that the episode stands between two turns, where its state may be captured, or branches begin.
@@ -409,7 +369,6 @@ class LiveEpisode(Protocol):
             agent_state: gives what the agent needs beside the turns to go on from here, as JSON; called only for a capture. A
                 `ValueError` means that there is no state here, and is logged; the episode goes on.
         """
-        ...
 
 
 class Agent(Protocol):
@@ -428,7 +387,6 @@ class Agent(Protocol):
         An exception is a fault of the infrastructure, or the task's where it is a `TaskError` or `PluginError`: what only the policy's
         words provoke must not raise. Cancelled when `Limits.wall_s` has passed.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,50 +406,39 @@ class PolicyServer(Policy, Protocol):
     @property
     def version(self) -> int:
         """Number of the version that answers now; -1 before the first."""
-        ...
 
     @property
     def sha256(self) -> str:
         """Of its weights: a learner that went back to a checkpoint makes the same number again."""
-        ...
 
     @property
     def cache_use(self) -> CacheUse | None:
         """The newest reading, some seconds old at most; None while there is none."""
-        ...
 
     @property
     def token_s(self) -> float:
         """Seconds per sampled token of one request, measured when the server was started and had nothing else to do; 0: unknown."""
-        ...
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Returns once it answers with `version` and the logprob probe agrees. `await_probe`: wait for the learner to write version 0's."""
-        ...
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
         """Around an episode whose requests come: attempts at one task share their prompt, and may be kept together."""
-        ...
 
     def figures(self) -> dict[str, float]:
         """What a step's line of metrics says of several servers; empty for one."""
-        ...
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Takes a published version in; the old one serves on unless the probe agrees. Raises `SwapError`, `ServingError`."""
-        ...
 
     async def fall_back(self, version: PolicyVersion) -> None:
         """Serves `version`, published earlier, in place of one that the learner has retracted."""
-        ...
 
     async def wait_version(self, number: int) -> None:
         """Returns once version `number` or a newer one answers."""
-        ...
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
         """Replaces what dies; ends by cancellation or `ServingError`. `on_loss` is called when the learner may be stuck with it."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -506,11 +453,9 @@ class WeightChannel(Protocol):
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
         """Returns once the server answers with `version` and the probe agrees, else raises `SwapError`."""
-        ...
 
     async def close(self) -> None:
         """Lets go of what the channel holds; the server is stopped by its owner."""
-        ...
 
 
 class ExperienceStore(Protocol):
@@ -522,29 +467,23 @@ class ExperienceStore(Protocol):
 
     def put(self, group: Group) -> bool:
         """Stores a group durably; False when a group of this index is already there (delivered twice)."""
-        ...
 
     def has(self, index: int) -> bool: ...
 
     def take(self, step: int, indices: Sequence[int], *, timeout_s: float) -> tuple[Group, ...]:
         """Waits until all the groups exist and returns them in order; raises `TimeoutError`. Taking is not consuming."""
-        ...
 
     def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None:
         """Marks the groups consumed by `step`, whose effect is durable in `checkpoint`. Raises `StoreError` if one was consumed before."""
-        ...
 
     def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
         """After a crash: makes the store agree with the checkpoint in use (step -> group indices consumed by it)."""
-        ...
 
     def indices(self) -> tuple[int, ...]:
         """Of all groups that are stored, in ascending order."""
-        ...
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         """The groups in the order asked for, equal to those that were put; `StoreError` when one is absent or damaged."""
-        ...
 
     def close(self) -> None: ...
 
@@ -557,15 +496,12 @@ class EpisodeKeeper(Protocol):
 
     async def keep(self, group: int, member: int, state: EpisodeState) -> None:
         """Keeps the newest state of one member of a group, in place of the one before."""
-        ...
 
     async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
         """Keeps a member's outcome in place of its state, until its group is stored."""
-        ...
 
     async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         """What is kept of a member; None when there is nothing, or nothing intact."""
-        ...
 
 
 class VersionRegistry(Protocol):
@@ -577,28 +513,22 @@ class VersionRegistry(Protocol):
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
         """Highest-numbered version in one of `states` (any state when none is given)."""
-        ...
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
         """Raises `StoreError` where the version's weights are not those of `sha256`."""
-        ...
 
     def set_evals(self, number: int, evals: Mapping[str, float]) -> None: ...
 
     def verify(self, version: PolicyVersion) -> None:
         """Raises `StoreError` unless the weights that are kept are those that were registered."""
-        ...
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
         """After a crash: forgets every version newer than the learner's checkpoint, weights included; returns their numbers."""
-        ...
 
     def hold(self, number: int) -> None:
         """Has `prune`, in any process, keep the weights of this version, until another one is held."""
-        ...
 
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions, all but those still needed and the `keep` newest; returns their numbers."""
-        ...
 
     def close(self) -> None: ...

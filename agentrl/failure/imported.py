@@ -52,10 +52,7 @@ def task_of(trace: Trace, missing: Missing) -> Task:
     if found := [text for wrong, text in lacks if wrong]:
         keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
         raise UserError(
-            printable(
-                f"trace {trace.id} ({trace.source}) makes no case yet: missing: {'; '.join(found)}{keys}",
-                2000,
-            ),
+            printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(found)}{keys}", 2000),
             fix="add them to the command",
         )
     tools = missing.tools or ((NAME,) if _called(trace) or trace.tools else ())
