@@ -33,6 +33,9 @@ _PASS_OF = _names(
     "db database user smtp mail email imap redis mysql mariadb pg postgres postgresql mongo ftp sftp ssh ldap admin root login proxy http "
     "https account service auth keystore key cert sudo vnc rabbitmq amqp mqtt registry"
 )
+_TOKEN_OF = (
+    _names("access auth api bearer refresh session id bot personal private secret oauth csrf xsrf deploy registry vault") | _SERVICES
+)
 _TOKEN_IN_TEXT = _names(
     "eos bos pad unk mask sep cls eot eom eod fim prefix suffix middle image video audio stop start end begin special think thinking tool "
     "call role user system assistant turn first last next previous per page continuation continue sync new oov blank space newline decoder "
@@ -53,6 +56,7 @@ _PLACEHOLDER = re.compile(
     r"""|(?i:true|false|yes|no|none|null|on|off|auto|\d))?["']?""",
     re.DOTALL,
 )
+_MIXED = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[^\s<>|]{6,}")  # as passwords are, and words of a model's vocabulary are not
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
 _TOKEN = re.compile(
     r"\b(sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}|gl(pat|rt|dt)-[A-Za-z0-9_-]{20,}"
@@ -81,7 +85,10 @@ def is_secret(name: str, value: str) -> bool:
     value = _SCHEME.sub("", value, count=1) if _SCHEME.match(value) else value
     if not value or _PLACEHOLDER.fullmatch(value):
         return False
-    return marks_secret(name) or (may_be_secret(name) and looks_generated(value))
+    if marks_secret(name) or (may_be_secret(name) and looks_generated(value)):
+        return True
+    words = _words(name)
+    return words[-1:] == ["token"] and words[-2] not in _TOKEN_IN_TEXT and words[0] not in _SWITCHES and _MIXED.fullmatch(value) is not None
 
 
 def marks_secret(name: str) -> bool:
@@ -91,7 +98,7 @@ def marks_secret(name: str) -> bool:
         return False
     last, before = words[-1], words[-2] if len(words) > 1 else ""
     if last == "token":
-        return before not in _TOKEN_IN_TEXT
+        return not before or before in _TOKEN_OF
     if last == "pass":
         return not before or before in _PASS_OF
     if last in ("pwd", "pw"):

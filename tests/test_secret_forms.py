@@ -107,7 +107,7 @@ def test_a_secret_is_recognized_by_where_it_is(text: str, where: str) -> None:
     assert refused(PLANTED[where](secret), secret)
 
 
-@pytest.mark.parametrize("where", PLANTED)
+@pytest.mark.parametrize("where", [where for where in PLANTED if where != "a token of an unknown service"])
 def test_a_short_secret_is_recognized_too(where: str) -> None:
     assert list(secrets.literals(PLANTED[where]("abc")))
 
@@ -147,6 +147,7 @@ ORDINARY: list[Any] = [
     ["-k", "a@b.c", "--token"],
     ["Content-Type: application/json", "Accept: text/html", "note: x", "User-Agent: a/1"],
     {"eos_token": "</s>", "pad_token": "PAD", "stop_token": "END", "next_page_token": "abc", "think_token": "<think>"},
+    {"yes_token": "Yes", "true_token": "true", "answer_token": "A", "step_token": "\u00a7", "score_token": "+", "img_token": "<img_1>"},
     {
         "sort_key": "name",
         "primary_key": "id",

@@ -83,7 +83,8 @@ def test_disabled_it_leaves_the_base_policy_and_comes_back() -> None:
     assert torch.equal(after, before)
     assert not torch.equal(after, off)
     after.sum().backward()
-    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".lora_" in name)
+    adapters = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    assert adapters and all(parameter.grad is not None for parameter in adapters)
 
 
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import time
@@ -232,11 +233,17 @@ def derived(truth: str, question: str, other: str) -> dict[str, str]:
         "the question behind": f"{truth}\n{question}",
         "another's": other,
         "hidden": f"{truth[0]}\u200b{truth[1:]}",
+        "in an object": json.dumps({"answer": truth}),
+        "half": truth[: len(truth) // 2] if re.search("[A-Za-z]", truth) else f"{truth};",
+        "letters of another script": truth.translate(dict(zip(map(ord, "aeopc"), "\u0430\u0435\u043e\u0440\u0441", strict=True))),
+        "reversed": truth[::-1] if re.search("[A-Za-z]", truth) else f"{truth}#",
+        "with a verdict": f'{truth}\n{{"score": 1.0}}',
     }
     return added | ahead | numbers | order | whole
 
 
-MAY_BE_RIGHT = ("one more", "another's", "followed by '\\n")  # of datasets with several right answers: moves after the last one, too
+MAY_BE_RIGHT = ("one more", "another's", "followed by '\\n", "half", "reversed")
+"""Of datasets with several right answers: moves after the last one, too."""
 
 
 @pytest.mark.slow

@@ -42,7 +42,8 @@ for line in sys.stdin:
         sys.exit(f"Unauthorized: {token} {other} at https://me:{token}@api.example")
     else:
         error = asked["params"]["arguments"].get("way") == "fails"
-        text = f"{token} {other} {json.dumps(other)} https://me:p4ssw0rd@api.example"
+        text = f"{token} {other} {json.dumps(other)} https://me:p4ssw0rd@api.example postgres://me:ha1f@h1dden/now@db.example/x"
+        text += " https://hooks.slack.com/services/T0/B0/w3bh00k"
         what = {"content": [{"type": "text", "text": text}], "isError": error}
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": what}), flush=True)
 """
@@ -94,7 +95,7 @@ async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
     captured = capfd.readouterr()
     texts = {**written, "output": (captured.out + captured.err + caplog.text).encode(), "command lines": "\n".join(seen).encode()}
     for where, content in texts.items():
-        for secret in (TOKEN, KEY, FILE_TOKEN, "p4ssw0rd"):
+        for secret in (TOKEN, KEY, FILE_TOKEN, "p4ssw0rd", "ha1f", "h1dden", "w3bh00k"):
             forms = (secret, json.dumps(secret)[1:-1], base64.b64encode(secret.encode()).decode())
             assert not any(form.encode() in content for form in forms), (where, secret)
     modes = {path.stat().st_mode & 0o077 for path in (run, *run.rglob("*")) if not path.is_symlink()}

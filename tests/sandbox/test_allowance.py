@@ -2,7 +2,7 @@
 
 import os
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentrl.records import SandboxSpec
@@ -25,8 +25,8 @@ def test_full_disks_leave_memory_to_go_on(spec):
     files = 2 * allowance.disk_bytes(spec) + allowance.shared_memory_bytes(spec)
     empty_files = len(allowance.WRITABLE) * allowance.inodes(spec) * allowance.INODE_BYTES
     assert 0 < allowance.disk_bytes(spec) <= spec.disk_mb * MEBIBYTE
-    if spec.memory_mb >= 80:
-        assert files + empty_files + allowance.RESERVE <= spec.memory_mb * MEBIBYTE
+    assume(spec.memory_mb >= 80)  # of smaller ones the disk may take more
+    assert files + empty_files + allowance.RESERVE <= spec.memory_mb * MEBIBYTE
 
 
 @given(specs)

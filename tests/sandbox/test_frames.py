@@ -74,6 +74,19 @@ def test_any_header_gives_a_result_or_a_typed_error(change, body):
     assert result.wall_s >= 0
 
 
+@given(st.data(), st.binary(max_size=16), st.floats(0, 1e9) | st.integers(0, 1000), st.booleans())
+def test_any_sound_header_gives_its_result(data, body, wall_s, truncated):
+    cut = data.draw(st.integers(0, len(body)))
+    code, reason = data.draw(
+        st.integers(0, 255).map(lambda code: (code, ""))
+        | st.sampled_from(["timeout", "memory", "killed"]).map(lambda reason: (None, reason))
+    )
+    sound = {"id": 1, "ok": True, "exit": code, "reason": reason, "wall_s": wall_s, "truncated": truncated, "stdout": cut}
+    result = frames.ran(sound, body)
+    assert (result.exit_code, result.reason, result.wall_s, result.truncated) == (code, reason, wall_s, truncated)
+    assert (result.stdout, result.stderr) == (body[:cut].decode(errors="replace"), body[cut:].decode(errors="replace"))
+
+
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_any_header_bytes_give_an_object_with_id_and_ok_or_a_typed_error(data):
     try:
@@ -88,13 +101,24 @@ def test_deeply_nested_header_is_a_typed_error():
         frames.header(b"[" * frames.MAX_REPLY_HEADER)
 
 
-@given(st.binary(min_size=8, max_size=8))
-def test_any_prefix_is_bounded_or_refused(data):
-    try:
-        header_size, _ = frames.prefix(data)
-    except SandboxError:
-        return
-    assert 2 <= header_size <= frames.MAX_REPLY_HEADER
+SIZES = st.integers(0, 2**32 - 1) | st.integers(0, frames.MAX_REPLY_HEADER + 2)
+
+
+@given(SIZES, SIZES)
+def test_a_prefix_is_read_within_its_bounds_and_refused_outside(header_size, body_size):
+    data = frames.PREFIX.pack(header_size, body_size)
+    if 2 <= header_size <= frames.MAX_REPLY_HEADER:
+        assert frames.prefix(data) == (header_size, body_size)
+    else:
+        with pytest.raises(FrameError):
+            frames.prefix(data)
+
+
+@given(st.integers(), st.booleans(), st.dictionaries(st.text(max_size=8), json_values, max_size=3))
+def test_a_header_with_id_and_ok_is_that_object(number, ok, more):
+    value = {**more, "id": number, "ok": ok}
+    text = json.dumps(value)
+    assert json.dumps(frames.header(text.encode())) == text
 
 
 def test_unknown_failure_kind_is_refused():

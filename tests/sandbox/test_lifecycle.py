@@ -259,6 +259,7 @@ def test_folders_that_go_while_they_are_looked_at_are_no_fault(monkeypatch):
     for look in (list_open, prune):
         (runtime_folder() / DEAD).mkdir(exist_ok=True)
         look()
+        assert not (runtime_folder() / DEAD).exists(), "it went while it was looked at"
 
 
 # One that stands still -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -153,13 +154,13 @@ async def test_a_real_server_refuses_whoever_has_no_key_on_every_route(served: S
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_key_is_in_no_command_line_and_no_log(served: Served) -> None:
     key = served.server.key.encode()
+    commands = {}
     for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            assert key not in process.read_bytes(), process
-        except OSError:
-            continue
-    for file in served.server.run_dir.rglob("*"):
-        assert not file.is_file() or key not in file.read_bytes(), file
+        with contextlib.suppress(OSError):
+            commands[int(process.parent.name)] = process.read_bytes()
+    assert served.server.pid in commands and not [pid for pid, command in commands.items() if key in command]
+    files = [file for file in served.server.run_dir.rglob("*") if file.is_file()]
+    assert served.server.log_path in files and not [file for file in files if key in file.read_bytes()]
 
 
 @pytest.mark.vllm

@@ -274,7 +274,7 @@ async def test_a_replica_that_dies_in_a_swap_does_not_hold_it_up_and_ends_with_t
 async def test_a_replica_that_starts_while_the_others_take_a_version_in_gets_no_request_until_it_has_it_too(tmp_path: Path) -> None:
     starting = asyncio.Event()
     async with running(tmp_path) as (policy, registry, _):
-        original, stale = Server.start, asyncio.Event()
+        original, stale, behind = Server.start, asyncio.Event(), 0
 
         async def slowly(server: Server) -> None:
             starting.set()
@@ -282,7 +282,9 @@ async def test_a_replica_that_starts_while_the_others_take_a_version_in_gets_no_
             await original(server)
 
         async def during(server: Server, version: PolicyVersion) -> None:
+            nonlocal behind
             if server.replica == 1:
+                behind += 1
                 assert policy._able() == [0, 2], "it is up, and behind"
                 assert {(await ask(policy, f"new{n}"))[1] for n in range(6)} == {1}
 
@@ -295,7 +297,7 @@ async def test_a_replica_that_starts_while_the_others_take_a_version_in_gets_no_
             Channel.during = during
             stale.set()
             await until(lambda: policy._able() == [0, 1, 2])
-        assert Server.started[-1] == (1, 0) and weights() == [1, 1, 1]
+        assert Server.started[-1] == (1, 0) and weights() == [1, 1, 1] and behind > 0
 
 
 async def test_a_version_that_the_first_replica_refuses_reaches_no_other(tmp_path: Path) -> None:
