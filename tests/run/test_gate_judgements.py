@@ -143,6 +143,26 @@ async def test_a_case_whose_content_has_changed_is_neither_compared_nor_shown(tm
 
 
 @pytest.mark.usefixtures("scripted")
+async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_shown(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
+    await serving_the_second(run, "good 1", "bad c04 c05 c06")
+    say = run.player.say
+
+    def late(turn: int, episode: str) -> str:
+        text = say(turn, episode)
+        run.player.version = 1 if "-c01-" in episode else run.player.version
+        return text
+
+    run.player.script = late
+    await looked(run)
+    found = read_verdict(tmp_path, 2)
+    assert found is not None and found.judgement is not None and found.judgement.cases == 11
+    assert [one.case for one in found.regressions] == ["c04", "c05", "c06"]
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
 async def test_a_suite_whose_cases_have_all_changed_begins_with_a_new_reference(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serving_the_second(run, "good 1", "bad c03")
