@@ -79,7 +79,13 @@ LAWS = {
     ),
     "gate": Law(
         files=("agentrl/compare/rule.py", "agentrl/compare/exact.py", "agentrl/compare/sequential.py", "agentrl/run/gate.py"),
-        tests=("tests/compare/test_rule.py", "tests/compare/test_exact.py", "tests/run/test_gate.py"),
+        tests=(
+            "tests/compare/test_rule.py",
+            "tests/compare/test_exact.py",
+            "tests/compare/test_sequential.py",
+            "tests/run/test_gate.py",
+            "tests/run/test_gate_judgements.py",
+        ),
     ),
     "blame": Law(
         files=(

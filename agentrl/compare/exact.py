@@ -39,20 +39,20 @@ def sign_flips(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
 
     A case is one cluster: its repeats keep together, and its sign is flipped as a whole. Valid wherever a case could as well have
     come out the other way round, whatever its repeats have in common. Single attempts that pass or fail make it McNemar's test.
-    The distribution is exact where the differences are multiples of a fraction that is not too small (so for attempts that pass
-    or fail), else estimated from 9,999 seeded random flips with the observed one among them (Phipson and Smyth 2010).
+    The distribution is exact if it fits in 2^26 bits: (n + 1) * sum(|d|) * m, for n differences d that are not 0 and their least common
+    denominator m. Differences of attempts that pass or fail fit. Other distributions are estimated from 9,999 seeded random flips and
+    the observed signs (Phipson and Smyth 2010).
     """
-    moved = [one for one in differences if one]
-    unit = math.lcm(*(one.denominator for one in moved)) if moved else 1
-    if (len(moved) + 1) * sum(abs(one) * unit for one in moved) > _LARGEST:
-        return _sampled(moved, seed)
-    sizes = [abs(int(one * unit)) for one in moved]
-    risen = sum(size for size, one in zip(sizes, moved, strict=True) if one > 0)
-    width = len(moved) + 1  # bits of a count: none exceeds 2^len(moved)
+    unit = math.lcm(*(one.denominator for one in differences))
+    steps = [int(one * unit) for one in differences if one]
+    sizes, risen = [abs(step) for step in steps], sum(max(step, 0) for step in steps)
+    total = 1 << len(sizes)
+    width = total.bit_length()  # bits of a count: none exceeds `total`
+    if width * sum(sizes) > _LARGEST:
+        return _sampled(sizes, risen, seed)
     ways = 1  # digit t, in base 2^width: the choices of signs in which the rises sum to t
     for size in sizes:
         ways += ways << (width * size)
-    total = 1 << len(moved)
     low = _digits(ways & ((1 << (width * (risen + 1))) - 1), width)
     high = _digits(ways >> (width * risen), width)
     return Tails(low=float(Fraction(low, total)), high=float(Fraction(high, total)), exact=True)
@@ -63,16 +63,15 @@ def _digits(number: int, width: int) -> int:
     return number if width == 1 else number % ((1 << width) - 1)
 
 
-def _sampled(moved: Sequence[Fraction], seed: int) -> Tails:
-    sizes, rng = [abs(float(one)) for one in moved], random.Random(seed)
-    observed = math.fsum(map(float, moved))
-    slack = 1e-9 * math.fsum(sizes)
-    low = high = 1
+def _sampled(sizes: Sequence[int], risen: int, seed: int) -> Tails:
+    """`risen`: the sum of the sizes whose observed sign is positive. The sum of the differences grows with it."""
+    rng = random.Random(seed)
+    low = high = 1  # the observed signs
     for _ in range(_FLIPS):
         signs = rng.getrandbits(len(sizes))
-        value = sum(size if signs >> place & 1 else -size for place, size in enumerate(sizes))
-        low += value <= observed + slack
-        high += value >= observed - slack
+        flipped = sum(size for place, size in enumerate(sizes) if signs >> place & 1)
+        low += flipped <= risen
+        high += flipped >= risen
     return Tails(low=low / (_FLIPS + 1), high=high / (_FLIPS + 1), exact=False)
 
 
@@ -90,11 +89,15 @@ def fisher_less(passed: int, tries: int, before_passed: int, before_tries: int) 
     return float(Fraction(tail, math.comb(all_tries, all_passed)))
 
 
-def holm(p_values: Sequence[float], alpha: float) -> tuple[bool, ...]:
-    """Which hypotheses are rejected, with at most `alpha` chance of one false rejection, however they hang together (Holm 1979)."""
+def holm(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
+    """Which hypotheses are rejected, with at most `alpha` chance of one false rejection, whatever their dependence (Holm 1979).
+
+    Args:
+        hypotheses: their number, at least that of the p-values. Those without a p-value count as if it were 1.
+    """
     rejected = [False] * len(p_values)
     for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if p_values[index] > alpha / (len(p_values) - place):
+        if p_values[index] > alpha / (hypotheses - place):
             break
         rejected[index] = True
     return tuple(rejected)

@@ -50,16 +50,11 @@ class Rule(Record):
     threshold: float = 1.0
     thresholds: Mapping[str, float] = field(default_factory=dict)  # of the cases that have one of their own
 
-    def names_cases(self, cases: int) -> bool:
-        """Whether a single case can block in a suite of so many, each tried `repeats` times by both versions."""
-        return self.names(cases, self.repeats, self.repeats)
-
     def names(self, cases: int, before: int, now: int) -> bool:
-        """Whether a case with so many attempts can block: one that always passed and now never does would be significant."""
-        if not before or not now:
-            return False
-        best = 1 / math.comb(before + now + self.confirm, before)
-        return can_look_worse(before, now) and best <= self.case_alpha / max(cases, 1)
+        """Whether a case with so many attempts can block, in a suite of so many cases: one that always passed and now never does would
+        be significant."""
+        best = fisher_less(0, now + self.confirm, before, before)
+        return can_look_worse(before, now) and best <= self.case_alpha / cases
 
     def bar(self, case: str) -> float:
         """Score from which an attempt at a case has passed."""
@@ -95,8 +90,8 @@ class Judgement(Record):
     enough: bool  # False: too few cases were scored on both sides, and nothing is concluded
     blocked: bool
     suite_blocks: bool = False
-    cases: int = 0  # pairs
-    unscored: int = 0  # attempts left out
+    cases: int  # pairs
+    unscored: int  # attempts left out
     effect: float = 0.0  # mean score now minus before, over cases
     p_value: float = 1.0  # of the suite, one-sided
     suite_alpha: float = 0.0
@@ -109,7 +104,7 @@ class Judgement(Record):
 
     @property
     def reason(self) -> str:
-        """Why it is blocked, in a line; empty when it is not."""
+        """Why it is blocked, in a line, with the clearest cases; empty when it is not."""
         if not self.enough:
             return f"only {self.cases} cases were scored for both versions, too few to judge"
         said = []
@@ -147,7 +142,7 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
     """
     both = paired(before, now)
     pairs, unscored = both.pairs, both.unscored
-    if len(pairs) < max(1.0, _PAIRED * len(before)):
+    if not pairs or len(pairs) < _PAIRED * len(before):
         return Judgement(enough=False, blocked=False, cases=len(pairs), unscored=unscored)
     differences = [pair.difference for pair in pairs]
     effect, share = float(sum(differences) / len(pairs)), rule.suite_alpha(before, now)
@@ -155,9 +150,8 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
     suite_blocks = p_value <= share and above(-effect, rule.margin)
     looked = set(suspicious(rule, before, now)) & again.keys()
     drops = [_drop(rule, case, before, now, again) for case in sorted(looked)]
-    unknown = len(before) - len(drops)  # not tried again: as if their p-values were 1
-    rejected = holm([*(drop.p_value for drop in drops), *[1.0] * unknown], rule.case_alpha)
-    found = [replace(drop, blocks=block and not _holds(rule, drop.case, now, again)) for drop, block in zip(drops, rejected, strict=False)]
+    rejected = holm([drop.p_value for drop in drops], rule.case_alpha, hypotheses=len(before))
+    found = [replace(drop, blocks=block and not _holds(rule, drop.case, now, again)) for drop, block in zip(drops, rejected, strict=True)]
     found.sort(key=lambda one: (one.p_value, one.case))
     return Judgement(
         enough=True,

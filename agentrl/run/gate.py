@@ -16,6 +16,7 @@ from typing import Any
 
 from agentrl import codec
 from agentrl.compare import Judgement, Results, Rule, Scores, judge, results, suspicious
+from agentrl.compare.paired import paired
 from agentrl.compare.rule import passes
 from agentrl.compare.verdict import FILE, GateVerdict, Outcome, Regression, evaluation_folder, read_verdict, read_verdicts
 from agentrl.errors import StoreError
@@ -61,7 +62,7 @@ def due_served(run: Run) -> PolicyVersion | None:
 def due(run: Run) -> list[PolicyVersion]:
     """The versions up to the served one that the recipe has judged, the oldest first, from the newest on that has a verdict."""
     found: list[PolicyVersion] = []
-    for number in range(run.served.version, -1, -1):
+    for number in reversed(range(run.served.version + 1)):
         if (version := _due_at(run, number)) is not None:
             found.append(version)
             if verdict_on(run, version) is not None:
@@ -124,7 +125,8 @@ def rule_of(gate: GateConfig, suite: Suite) -> Rule:
 
 def _due_at(run: Run, number: int) -> PolicyVersion | None:
     gate, version = run.recipe.gate, run.registry.get(number)
-    if gate is None or version is None or (number == run.served.version and version.sha256 != run.served.sha256):
+    assert gate is not None, "only a run with a gate judges versions"
+    if version is None or (number == run.served.version and version.sha256 != run.served.sha256):
         return None
     return version if number % gate.every == 0 or number == run.recipe.steps else None
 
@@ -160,7 +162,6 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
     judgement = None
     if reference is not None:
         before, first = reference.scores(), _scores(tried)
-        before = {case: scores for case, scores in before.items() if reference.task_keys[case] == _keys(suite).get(case)}
         named = suspicious(rule, before, first)
         chosen = [case for case in suite.cases if case.id in named]
         again = await attempt(chosen, lambda case: range(made := tries(case, gate.repeats), made + gate.confirm), again=True)
@@ -188,7 +189,8 @@ def _verdict(
 ) -> GateVerdict:
     outcome, reason = Outcome.REFERENCE, "there is no promoted version to compare it with"
     shown: tuple[Regression, ...] = ()
-    if reference is not None and judgement is not None:
+    if judgement is not None:
+        assert reference is not None, "a judgement compares with it"
         outcome, reason = _outcome(run, gate, judgement)
         if judgement.blocked:
             shown = _regressions(run, reference, found, judgement, tried)
@@ -259,14 +261,15 @@ def _runner(run: Run) -> GroupRunner:
     return replace(runner, runner=replace(runner.runner, policy=policy, hosted=policy.episode, pace=Pace()), slots=slots)
 
 
-def _reference(run: Run, suite: Suite, before: PolicyVersion) -> Results | None:
-    """The evaluation of the last promoted version that has one, with at least one case as it is today."""
-    for number in range(before.number, -1, -1):
+def _reference(run: Run, suite: Suite, candidate: PolicyVersion) -> Results | None:
+    """The evaluation of the last promoted version that has attempts at cases whose content is the same today; those attempts alone."""
+    keys = {case.id: case.key for case in suite.cases}
+    for number in reversed(range(candidate.number)):
         version = run.registry.get(number)
         if version is not None and version.state is VersionState.PROMOTED and verdict_on(run, version) is not None:
             found = results.load(evaluation_folder(run.folder, version.number))
-            if any(_keys(suite).get(case) == key for case, key in found.task_keys.items()):
-                return found
+            if same := tuple(one for one in found.attempts if keys.get(one.case) == one.task_key):
+                return replace(found, attempts=same)
     return None
 
 
@@ -285,14 +288,9 @@ def _regressions(run: Run, reference: Results, found: Results, judgement: Judgem
 
 
 def _fell(before: Scores, after: Scores) -> list[str]:
-    """Cases by how far their mean fell, the furthest first."""
-
-    def mean(scores: Sequence[float | None]) -> float:
-        counted = [score for score in scores if score is not None]
-        return sum(counted) / len(counted) if counted else 0.0
-
-    drops = {case: mean(after[case]) - mean(before[case]) for case in before.keys() & after.keys()}
-    return sorted((case for case, drop in drops.items() if drop < 0), key=lambda case: (drops[case], case))
+    """The cases whose mean fell, as the rule compares them, the furthest first."""
+    fell = sorted((pair.difference, pair.case) for pair in paired(before, after).pairs)
+    return [case for difference, case in fell if difference < 0]
 
 
 def _episode(evaluation: Results, case: str, *, passed: bool) -> str | None:
@@ -320,11 +318,11 @@ def _turns(words: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tell(run: Run, verdict: GateVerdict, found: Results) -> None:
-    figures = verdict.figures
-    if figures is not None and figures.pass_at_1 is not None and figures.low is not None and figures.high is not None:
+    figures = found.figures()
+    if figures.pass_at_1 is not None and figures.low is not None and figures.high is not None:
         shown = Rate(value=figures.pass_at_1, ci_low=figures.low, ci_high=figures.high, n=figures.attempts - figures.unscored)
         run.tracker.evaluated(f"gate {verdict.version}", {found.about.suite: shown})
-    if verdict.outcome is not Outcome.PROMOTED and verdict.outcome is not Outcome.REFERENCE:
+    if not verdict.promoted:
         turns = "".join(f"; case {one.case} parts from version {verdict.reference} at turn {one.turn}" for one in verdict.regressions)
         run.tracker.alert(f"version {verdict.version} is {verdict.outcome}: {verdict.reason}{turns}")
 
@@ -334,7 +332,3 @@ def _scores(tried: Sequence[Tried]) -> Scores:
     for one in tried:
         found.setdefault(one.attempt.case, []).append(one.attempt.score)
     return found
-
-
-def _keys(suite: Suite) -> dict[str, str]:
-    return {case.id: case.key for case in suite.cases}

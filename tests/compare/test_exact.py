@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from fractions import Fraction
 
@@ -41,6 +42,35 @@ def test_scores_on_no_lattice_are_flipped_at_random_the_same_way_each_time() -> 
     assert rounded.exact is (rounded == sign_flips([one.limit_denominator(50) for one in graded], seed=9))
     coarse = sign_flips([Fraction(round(one * 100), 100) for one in graded])
     assert coarse.exact and seen.low == pytest.approx(coarse.low, abs=0.01)
+    assert seen == sign_flips(graded, seed=0) != sign_flips(graded, seed=1)
+
+
+def test_a_distribution_is_exact_up_to_its_stated_size() -> None:
+    """2^26 bits; one difference of 2^25 units takes (1 + 1) * 2^25."""
+    largest = sign_flips([Fraction(-(2**25), 5)])
+    assert (largest.low, largest.high, largest.exact) == (0.5, 1.0, True)
+    assert not sign_flips([Fraction(2**25 + 1, 5)]).exact
+
+
+def test_random_flips_estimate_what_all_choices_of_signs_give() -> None:
+    """Sizes that differ by orders of magnitude: each sign matters, and the largest one decides most."""
+    rng = random.Random(4)
+    for signs in ((-1, -1, 1, -1, 1, -1), (1, -1, -1, 1, -1, 1), (1, 1, -1, -1, 1, -1), (-1, 1, 1, 1, -1, -1)):
+        graded = [Fraction(sign * rng.randint(10**9, 2 * 10**9), 10 ** (9 + place)) for place, sign in enumerate(signs)]
+        for differences in (graded, graded[::-1]):
+            sums = [sum(map(operator.mul, flips, differences)) for flips in itertools.product((-1, 1), repeat=len(differences))]
+            seen, observed = sign_flips(differences), sum(differences)
+            assert not seen.exact
+            assert seen.low == pytest.approx(sum(one <= observed for one in sums) / len(sums), abs=0.02)
+            assert seen.high == pytest.approx(sum(one >= observed for one in sums) / len(sums), abs=0.02)
+
+
+def test_the_observed_signs_are_one_of_10000_so_that_no_estimate_is_0() -> None:
+    rng = random.Random(5)
+    graded = [Fraction(rng.uniform(0.1, 1.0)) for _ in range(40)]  # no random flip has all 40 signs alike
+    risen, fallen = sign_flips(graded), sign_flips([-one for one in graded])
+    assert (risen.low, risen.high) == (1.0, 1 / 10_000) and (fallen.low, fallen.high) == (1 / 10_000, 1.0)
+    assert not risen.exact and risen.both == 2 / 10_000
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
@@ -52,8 +82,13 @@ def test_fewer_passes_by_chance_is_fishers_test(passed: int, failed: int, before
 
 
 def test_holm_stops_at_the_first_that_is_not_significant() -> None:
-    assert holm([0.04, 0.001, 0.02], 0.05) == (True, True, True)
-    assert holm([0.02, 0.018, 0.03], 0.05) == (False, False, False), "the smallest must be below a third of alpha"
-    assert holm([0.012, 0.04, 0.9, 0.001], 0.05) == (True, False, False, True)
+    assert holm([0.04, 0.001, 0.02], 0.05, hypotheses=3) == (True, True, True)
+    assert holm([0.02, 0.018, 0.03], 0.05, hypotheses=3) == (False, False, False), "the smallest must be below a third of alpha"
+    assert holm([0.012, 0.04, 0.9, 0.001], 0.05, hypotheses=4) == (True, False, False, True)
+    assert holm([0.025, 0.05], 0.05, hypotheses=2) == (True, True), "a p-value of exactly its share is significant"
+    assert holm([0.012, 0.02], 0.05, hypotheses=3) == (True, True) and holm([0.012, 0.02], 0.05, hypotheses=5) == (False, False)
+
+
+def test_numbers_that_are_no_counts_raise() -> None:
     with pytest.raises(ValueError, match="no counts"):
         fisher_less(3, 2, 0, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,17 +73,26 @@ class Killed(BaseException):
 
 
 class Player(ScriptedPolicy):
-    """Submits what the served version's weights say: `good` passes every case, `bad c03 c07` all but these."""
+    """Submits what the served version's weights say.
+
+    `good` passes every case. `bad c03 c07-r1` fails all attempts at c03 and attempt 1 at c07. `awful` fails everything.
+    """
+
+    cache_use = None
 
     def __init__(self, run: Any) -> None:
         super().__init__(shared_tokenizer(), self.say)
         self.run, self.asked = run, 0
 
+    def episode(self, episode_id: str, task_key: str) -> Any:
+        return nullcontext()
+
     def say(self, turn: int, episode: str) -> str:
         self.asked += 1
         self.version = self.run.served.version
         weights = (self.run.folder / f"versions/{self.version:06d}/model.safetensors").read_text().split()
-        failed = episode.split("-")[1] in weights[1:] or weights == ["awful"]
+        case, attempt = episode.split("-")[1:3]
+        failed = not {case, f"{case}-{attempt}"}.isdisjoint(weights[1:]) or weights == ["awful"]
         return f"<tool_call>\n{json.dumps({'name': 'submit', 'arguments': {'answer': 'fail' if failed else 'pass'}})}\n</tool_call>"
 
 
@@ -168,7 +178,9 @@ async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_
     assert states(run) == ["promoted", "served", "promoted", "served", "serving"]
     found = read_verdict(tmp_path, 4)
     assert found is not None and found.judgement is not None
-    assert [one.case for one in found.regressions] == ["c03", "c07"] and {one.turn for one in found.regressions} == {1}
+    assert [(one.case, one.turn, one.before_episode, one.episode) for one in found.regressions] == [
+        (case, 1, f"gate000002-{case}-r0-a0", f"gate000004-{case}-r0-a0") for case in ("c03", "c07")
+    ]
     assert {(one.passed, one.tries) for one in found.judgement.regressed} == {(0, 16)}
     assert run.registry.get(4).evals[GATE] == pytest.approx(10 / 12)
 
@@ -230,6 +242,8 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
     record_missing(run)
     assert measure.recorded(tmp_path) == {1, 2, 3}
     await plain.close(run)
+    with Collection(tmp_path) as collection:
+        assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "attempts of the first try are not counted twice"
 
 
 @pytest.mark.usefixtures("scripted")
@@ -292,6 +306,7 @@ async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_ref
     assert rollback.pending(tmp_path / "versions", run.registry) is None
     assert concluded(run) and result(run).number == 2
     await serve_result(run)
+    assert "version 4 is not promoted; the result of the run is version 2" in run.tracker.said
     assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
     assert first_to_serve(run).number == 2, "a run that is over goes on with its result"
     longer = SimpleNamespace(**{**vars(run), "recipe": RECIPE.but({"steps": 8})})
@@ -424,7 +439,7 @@ def test_where_two_episodes_part() -> None:
     assert parting_turn(one, one) is None
     assert parting_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other words"
     assert parting_turn(one, words(("other words", "python"), ("b", "submit"))) == 1
-    assert parting_turn(one, words(("a", "python"))) == 2 and parting_turn({}, {}) is None
+    assert parting_turn(one, words(("a", "python"))) == parting_turn(words(("a", "python")), one) == 2 and parting_turn({}, {}) is None
 
 
 def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: Path) -> None:

@@ -31,11 +31,6 @@ OWN = RECIPE.but({"gate.server": "own"})
 class HeldPolicy(Player):
     """Answers for the version that the double serves, unless that is held up."""
 
-    cache_use = None
-
-    def episode(self, episode_id: str, task_key: str) -> Any:
-        return plain.served.nullcontext()
-
     async def generate(self, *arguments: Any, **named: Any) -> Any:
         while self.run.served.version in self.run.held_up:
             await asyncio.sleep(0.01)
