@@ -243,7 +243,7 @@ def stops(value: Any, where: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else listed(value, where, most=most)
     for at, one in enumerate(found):
         here = where if isinstance(value, str) else f"{where}[{at}]"
-        if not text(one, here) or len(one) > chars:
+        if not storable(text(one, here), here) or len(one) > chars:
             raise Refused("invalid", f"{here} must have 1 to {chars} characters.", param=here)
     return tuple(found)
 
