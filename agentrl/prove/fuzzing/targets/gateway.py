@@ -108,7 +108,19 @@ def seeds() -> Sequence[bytes]:
         "tools": [{"type": "function", **named, "strict": True}],
         "max_output_tokens": 9,
     }
-    bodies = [("chat", chat), ("messages", messages), ("responses", items), ("responses", {"model": "policy", "input": "look"})]
+    shape = {"$ref": "#/$defs/A", "$defs": {"A": {**schema, "required": ["at"], "anyOf": [{"enum": [1]}]}}}
+    shaped = {"model": "policy", "input": "look", "text": {"format": {"type": "json_schema", "name": "a", "schema": shape}}}
+    older: dict[str, Any] = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "look"}],
+        "functions": [named],
+        "function_call": {"name": "look"},
+    }
+    older["messages"] += [
+        {"role": "assistant", "function_call": {"name": "look", "arguments": "{}"}},
+        {"role": "function", "content": "seen"},
+    ]
+    bodies = [("chat", chat), ("messages", messages), ("responses", items), ("responses", shaped), ("chat", older)]
     return [label.encode() + b"\n" + json.dumps(body).encode() for label, body in bodies]
 
 
