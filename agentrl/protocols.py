@@ -232,12 +232,13 @@ class LiveTrajectory(Protocol):
         max_tokens: int | None = None,
         thinking: Thinking | None = None,
         stop: Sequence[str] = (),
+        constraint: str = "",
     ) -> Completion:
         """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`.
 
         `thinking` ends it at `Limits.thinking_tokens`; `TaskError` for a task with that limit where it is None.
 
-        `stop` are texts that the server may end it at, after the token that completes one.
+        `stop` are texts that the server may end it at, after the token that completes one; `constraint` is what it must spell.
         """
 
     def add_turn(self, completion: Completion, message: Message) -> None:

@@ -6,7 +6,7 @@ import operator
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,9 @@ MAX_TOP_K = 128
 TIES = 8
 """How many logprobs beyond `top_k` a server is asked for. vLLM keeps every token that ties with the last of the top k, so that a support
 may be larger; it is known to be complete when the server's list reaches beyond it."""
+
+CONSTRAINED_TOP_K = 20
+"""The `top_k` of tokens that must spell something, where `Sampling` has none. The more there are, the likelier that the last ones tie."""
 
 MAX_SUPPORT = MAX_TOP_K + TIES
 """Most tokens in one support."""
@@ -47,6 +50,13 @@ class Sampling(Record):
     @property
     def truncated(self) -> bool:
         return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    def constrained(self) -> Self:
+        """For tokens that must spell something: those that may come next are known only from the server, as supports, which have a bound.
+
+        At temperature 0 nothing is trained, and none are needed.
+        """
+        return replace(self, top_k=self.top_k or CONSTRAINED_TOP_K, supports=True) if self.temperature else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,3 +153,4 @@ class SamplingParams(Sampling):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # texts that end it; the server may sample on, and the caller takes the tokens up to the first
+    constraint: str = ""  # what the tokens must spell, as the JSON of a structural tag of vLLM's; empty: anything

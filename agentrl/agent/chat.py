@@ -19,6 +19,7 @@ from agentrl.agent.arguments import problems
 from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
 from agentrl.agent.fence import Fence
 from agentrl.agent.forms import Reading
+from agentrl.agent.forms.frames import Frame, frame
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
@@ -98,7 +99,7 @@ class ChatFormat:
         self._forged = frozenset(self._controls(delta)) - own
         marked = THINK[1] in str(tokenizer.chat_template) or THINK[1] in control
         self.thinking = Thinking(end=self._renderer.ids(f"\n{THINK[1]}\n\n"), unfinished=self._unfinished) if marked else None
-        self._thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
+        self.thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
         self.rewrites = self._check_extended(found, rewritten)
 
     @property
@@ -167,6 +168,10 @@ class ChatFormat:
         """What is wrong with the arguments of a call of the tool with this schema; empty when nothing is."""
         return problems(schema, arguments)
 
+    def frame(self, name: str) -> Frame | None:
+        """What stands around the arguments of a call of this tool; None for a form that the policy cannot be held to."""
+        return frame(self._form.name, name)
+
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> ParsedCompletion:
         """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception.
 
@@ -194,7 +199,7 @@ class ChatFormat:
 
     def _thinking(self, text: str) -> tuple[str, str, bool]:
         """What the model thought with its marks, the text after it, and whether it came to an end."""
-        if self._thinks_first and not text.lstrip().startswith(THINK[0]):
+        if self.thinks_first and not text.lstrip().startswith(THINK[0]):
             text = f"{THINK[0]}\n{text}"
         if not text.lstrip().startswith(THINK[0]):
             return "", text, True

@@ -15,8 +15,8 @@ from agentrl.gateway.asked import (
     Refused,
     Said,
     call,
-    calls_read,
     check_all,
+    choice_of,
     fields,
     flag,
     function,
@@ -34,6 +34,7 @@ from agentrl.gateway.asked import (
     whole,
     within,
 )
+from agentrl.gateway.schemas import Schemas
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
@@ -42,12 +43,12 @@ HINTS: Mapping[str, Check] = {
 }
 """Fields that are checked and change nothing."""
 
-NOTHING: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "output_format": ()}
+NOTHING: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 """Fields that are taken where they ask for nothing."""
 
 FIELDS = (
     *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "thinking", "stream", "stop_sequences"),
-    *("context_management", "output_config", *NOTHING, *HINTS),
+    *("context_management", "output_config", "output_format", *NOTHING, *HINTS),
 )
 _ERRORS = {
     "wrong_key": "authentication_error",
@@ -81,7 +82,7 @@ def _read(body: Any) -> Asked:
     asked = fields(body, FIELDS)
     nothing_else(asked, NOTHING)
     check_all(asked, HINTS)
-    _check_configuration(asked)
+    shape = _shape(asked)
     system = given(asked.get("system"), "")
     texts = [system] if isinstance(system, str) else [_text(one, f"system[{at}]") for at, one in enumerate(listed(system, "system"))]
     messages = [one for at, value in enumerate(listed(asked.get("messages"), "messages")) for one in _messages(value, f"messages[{at}]")]
@@ -96,7 +97,8 @@ def _read(body: Any) -> Asked:
         tools=tuple(tools),
         max_tokens=whole(asked.get("max_tokens"), "max_tokens"),
         stream=flag(asked.get("stream"), "stream"),
-        calls=calls_read(choice.get("type"), "tool_choice.type"),
+        **choice_of(choice.get("type"), choice.get("name"), tools, "tool_choice"),
+        shape=shape,
         single=flag(choice.get("disable_parallel_tool_use"), "tool_choice.disable_parallel_tool_use"),
         strict=frozenset(one["name"] for one in offered if one.get("strict")),
         stop=stops(listed(given(asked.get("stop_sequences"), []), "stop_sequences"), "stop_sequences"),
@@ -135,11 +137,21 @@ def model(name: str) -> dict[str, Any]:
     return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
-def _check_configuration(asked: Mapping[str, Any]) -> None:
-    """Options that are objects of options."""
+def _shape(asked: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema of the JSON that the answer must be; other options that are objects are checked."""
     config = fields(given(asked.get("output_config"), {}), ("effort", "format"), where="output_config")
     check_all(config, {"effort": one_of(*EFFORTS)}, "output_config")
-    nothing_else(config, {"format": ()}, "output_config")
+    _check_context(asked)
+    where = "output_format" if config.get("format") is None else "output_config.format"  # the former is the older one
+    value = given(config.get("format"), asked.get("output_format"))
+    if value is None:
+        return None
+    about = fields(value, ("type", "schema"), where=where)
+    one_of("json_schema")(about.get("type"), f"{where}.type")
+    return Schemas().rebuilt(about.get("schema"), f"{where}.schema")
+
+
+def _check_context(asked: Mapping[str, Any]) -> None:
     context = fields(given(asked.get("context_management"), {}), ("edits",), where="context_management")
     for at, edit in enumerate(listed(given(context.get("edits"), []), "context_management.edits")):
         if edit != _KEEPS_ALL:

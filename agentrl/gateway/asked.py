@@ -86,6 +86,9 @@ class Asked:
     single: bool = False  # at most one call is given in the answer
     strict: frozenset[str] = frozenset()  # tools whose calls are given only if their arguments match the schema
     stop: tuple[str, ...] = ()  # the answer ends before the first of these texts
+    forced: tuple[str, ...] = ()  # tools of which one must be called
+    forced_by: str = ""  # the path of that option
+    shape: Mapping[str, Any] | None = None  # the schema of the JSON that the answer must be, unless it calls a tool
     options: Mapping[str, Any] = field(default_factory=dict)  # of its protocol alone, for how the answer is written
 
     @property
@@ -243,16 +246,21 @@ def stops(value: Any, where: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else listed(value, where, most=most)
     for at, one in enumerate(found):
         here = where if isinstance(value, str) else f"{where}[{at}]"
-        if not text(one, here) or len(one) > chars:
+        if not storable(text(one, here), here) or len(one) > chars:
             raise Refused("invalid", f"{here} must have 1 to {chars} characters.", param=here)
     return tuple(found)
 
 
-def calls_read(kind: Any, where: str) -> bool:
-    """Whether calls are read, of a choice of tools that is auto or none. Any other would have to force a call."""
-    if kind not in ("auto", "none"):
-        raise Refused("unsupported", f"Unsupported value: {where} must be auto or none: no call is forced here.", param=where)
-    return bool(kind == "auto")
+def choice_of(kind: Any, name: Any, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """What a choice of tools asks for, as fields of `Asked`. `kind`: auto, none, any, or tool, which has a name."""
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if kind in ("auto", "none"):
+        return {"calls": kind == "auto"}
+    if kind not in ("any", "tool"):
+        raise Refused("unsupported", f"Unsupported value: {where} of this kind is not supported by this endpoint.", param=where)
+    if not names or (kind == "tool" and text(name, where) not in names):
+        raise Refused("invalid", f"{where} asks for a tool that is not among the tools.", param=where)
+    return {"forced": names if kind == "any" else (name,), "forced_by": where}
 
 
 def call(name: Any, arguments: Any, where: str) -> ToolCall:

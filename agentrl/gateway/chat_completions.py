@@ -14,8 +14,8 @@ from agentrl.gateway.asked import (
     Refused,
     Said,
     call,
-    calls_read,
     check_all,
+    choice_of,
     fields,
     flag,
     function,
@@ -32,6 +32,7 @@ from agentrl.gateway.asked import (
     whole,
     within,
 )
+from agentrl.gateway.schemas import ANY_OBJECT, Schemas
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
@@ -48,14 +49,13 @@ NOTHING: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"), ()),
 }
 """Fields that are taken where they ask for nothing."""
 
 FIELDS = (
-    *("model", "messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "stop"),
+    *("model", "messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "stop", "response_format"),
     *("max_tokens", "max_completion_tokens", "stream", "stream_options"),
     *NOTHING,
     *HINTS,
@@ -90,7 +90,6 @@ def read(body: Any) -> Asked:
         raise Refused("invalid", "functions and tools cannot be used together.", param="functions")
     tools += [_function(one, f"functions[{at}]") for at, one in enumerate(older)]
     strict = {one["name"] for one in [*(tool["function"] for tool in offered), *older] if one.get("strict")}
-    choices = [(name, asked[name]) for name in ("tool_choice", "function_call") if asked.get(name) is not None]
     most = whole(asked.get("max_completion_tokens"), "max_completion_tokens") or whole(asked.get("max_tokens"), "max_tokens")
     options = fields(given(asked.get("stream_options"), {}), ("include_usage", "include_obfuscation"), where="stream_options")
     check_all(options, dict.fromkeys(options, flag), "stream_options")
@@ -102,7 +101,8 @@ def read(body: Any) -> Asked:
         tools=tuple(tools),
         max_tokens=most,
         stream=flag(asked.get("stream"), "stream"),
-        calls=all([calls_read(value, name) for name, value in choices]),
+        shape=_shape(asked.get("response_format")),
+        **_choice(asked, tools),
         single=bool(older) or (parallel is not None and not flag(parallel, "parallel_tool_calls")),
         strict=frozenset(strict),
         stop=stops(asked.get("stop"), "stop"),
@@ -142,6 +142,31 @@ def models(names: Sequence[str]) -> dict[str, Any]:
 
 def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
+
+
+def _choice(asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a choice of tools asks for, in the newer form or the older one."""
+    where = next((name for name in ("tool_choice", "function_call") if asked.get(name) is not None), "tool_choice")
+    value = given(asked.get(where), "auto")
+    if isinstance(value, str):
+        return choice_of({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, where)
+    about = mapping(value, where)
+    if where == "function_call":
+        return choice_of("tool", about.get("name"), tools, where)
+    if about.get("type") != "function":
+        return choice_of(None, None, tools, where)
+    return choice_of("tool", mapping(about.get("function"), f"{where}.function").get("name"), tools, where)
+
+
+def _shape(value: Any) -> Mapping[str, Any] | None:
+    """The schema of the JSON that the answer must be."""
+    where = "response_format"
+    about = fields(given(value, {"type": "text"}), ("type", "json_schema"), where=where)
+    if about.get("type") == "json_schema":
+        named = fields(about.get("json_schema"), ("name", "description", "schema", "strict"), where=f"{where}.json_schema")
+        return Schemas().rebuilt(given(named.get("schema"), ANY_OBJECT), f"{where}.json_schema.schema")
+    one_of("text", "json_object")(about.get("type"), f"{where}.type")
+    return ANY_OBJECT if about["type"] == "json_object" else None
 
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:

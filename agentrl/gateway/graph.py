@@ -155,7 +155,7 @@ class Graph:
         opening = _opening(asked.messages) if node is None else node.opening
         kept = replace(opening, text="", more=False)
         known: dict[str, Any] = {"system": system, "lengths": lengths, "tools": tools, "end": ends[-1], "opening": kept}
-        if node is not None and node.tools == tools and (not system or _alike(node, system, lengths)):
+        if node is not None and node.tools == tools and (not system or alike(node, system, lengths)):
             changed = bool(system) and system != node.system
             new = _renamed(asked.messages, at, node)
             return Place(kind="next", before=node, parent=node.parent, new=new, system_changed=changed, **known)
@@ -173,7 +173,7 @@ class Graph:
         system, lengths = _lines(asked.system)
         tools = _tools_digest(asked)
         at, node, _ = self._found(asked)
-        if node is None or node.tools != tools or (system and not _alike(node, system, lengths)):
+        if node is None or node.tools != tools or (system and not alike(node, system, lengths)):
             return None, ()
         return node, _renamed(asked.messages, at, node)
 
@@ -238,7 +238,7 @@ class Graph:
         nodes, most, chars = MAX_SEARCHED
         newest = list(self._last.values())[: -nodes // 4 - 1 : -1]
         begun = {one.opening: one.opening.begins(opening) for one in newest}
-        same = [one for one in newest if begun[one.opening] and _alike(one, system, lengths)][:most]
+        same = [one for one in newest if begun[one.opening] and alike(one, system, lengths)][:most]
         if not same or self._hands_on(opening.text[same[0].opening.chars :].strip()):
             return None
         texts = [one.message.content[:chars] for one in asked.messages[-most:]]
@@ -263,7 +263,7 @@ class Graph:
             return "restart", node.parent, False
         if (node := self._quoted(texts)) is not None:
             with_tools = node.tools != NO_TOOLS
-            return "restart", node.parent, not asked.tools and (with_tools or not _alike(node, system, lengths))
+            return "restart", node.parent, not asked.tools and (with_tools or not alike(node, system, lengths))
         if asked.tools and (called := self._calling(None)) is not None:
             return "sub_agent", called, False
         return "root", None, False
@@ -365,7 +365,7 @@ def _lines(texts: Sequence[str]) -> tuple[frozenset[bytes], dict[bytes, int]]:
     return frozenset(lengths), lengths
 
 
-def _alike(node: Node, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> bool:
+def alike(node: Node, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> bool:
     if system == node.system:
         return True
     common = sum(lengths[line] for line in system & node.system)

@@ -17,8 +17,8 @@ from agentrl.gateway.asked import (
     Refused,
     Said,
     call,
-    calls_read,
     check_all,
+    choice_of,
     fields,
     flag,
     function,
@@ -33,6 +33,7 @@ from agentrl.gateway.asked import (
     whole,
     within,
 )
+from agentrl.gateway.schemas import ANY_OBJECT, Schemas
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
@@ -64,6 +65,7 @@ INCLUDED = (
 )
 """What an answer may include. All but the first are of tools and pictures that no answer here has."""
 
+_FORMAT = ("type", "name", "description", "schema", "strict")
 _PREFIX = "resp_"
 _IN = "__"
 """Between a namespace and the name of a tool in it, as the policy sees it: a word in every chat format."""
@@ -82,7 +84,6 @@ def read(body: Any) -> Asked:
     instructions = text(given(asked.get("instructions"), ""), "instructions")
     tools, spaces, strict = _tools(listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS))
     after, parallel = asked.get("previous_response_id"), asked.get("parallel_tool_calls")
-    calls = calls_read(given(asked.get("tool_choice"), "auto"), "tool_choice")
     return Asked(
         model=text(asked.get("model"), "model"),
         system=(*filter(None, (instructions,)), *heads),
@@ -91,7 +92,8 @@ def read(body: Any) -> Asked:
         max_tokens=whole(asked.get("max_output_tokens"), "max_output_tokens"),
         after=text(after, "previous_response_id").removeprefix(_PREFIX) if after is not None else "",
         stream=flag(asked.get("stream"), "stream"),
-        calls=calls,
+        shape=_shape(given(asked.get("text"), {})),
+        **_choice(given(asked.get("tool_choice"), "auto"), tools),
         single=parallel is not None and not flag(parallel, "parallel_tool_calls"),
         strict=strict,
         options={**_options(asked), "previous_response_id": after, "spaces": spaces},
@@ -101,7 +103,6 @@ def read(body: Any) -> Asked:
 def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Options for how the answer is written and kept; options that are objects are checked."""
     shape = fields(given(asked.get("text"), {}), ("format", "verbosity"), where="text")
-    nothing_else(shape, {"format": ({"type": "text"},)}, "text")
     check_all(shape, {"verbosity": one_of("low", "medium", "high")}, "text")
     summaries = dict.fromkeys(("summary", "generate_summary"), one_of("auto", "concise", "detailed", "none"))
     checks: dict[str, Check] = {"effort": one_of(*EFFORTS), "context": text, **summaries}
@@ -113,6 +114,24 @@ def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
         one_of(*INCLUDED)(one, f"include[{at}]")
     stored = asked.get("store") is None or flag(asked["store"], "store")
     return {"encrypted": ENCRYPTED in included, "stored": stored}
+
+
+def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a choice of tools asks for."""
+    if isinstance(value, str):
+        return choice_of({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, "tool_choice")
+    about = mapping(value, "tool_choice")
+    return choice_of("tool" if about.get("type") == "function" else None, about.get("name"), tools, "tool_choice")
+
+
+def _shape(value: Any) -> Mapping[str, Any] | None:
+    """The schema of the JSON that the answer must be."""
+    where = "text.format"
+    about = fields(given(mapping(value, "text").get("format"), {"type": "text"}), _FORMAT, where=where)
+    if about.get("type") == "json_schema":
+        return Schemas().rebuilt(about.get("schema"), f"{where}.schema")
+    one_of("text", "json_object")(about.get("type"), f"{where}.type")
+    return ANY_OBJECT if about["type"] == "json_object" else None
 
 
 def write(answer: Answer, asked: Asked) -> dict[str, Any]:

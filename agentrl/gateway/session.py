@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
@@ -15,7 +16,8 @@ from typing import Any
 from agentrl import usercode
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError
 from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, said
-from agentrl.gateway.graph import Graph, Node, Place
+from agentrl.gateway.constraint import constraint
+from agentrl.gateway.graph import Graph, Node, Place, alike
 from agentrl.gateway.tokens import NotAppended, Parsed, Tokens, stopped, until
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Blame, Completion, Failure, Message, Parent, ToolResult
@@ -88,7 +90,8 @@ class Session:
         self._check(asked)
         asked = self._graph.rejoined(asked)
         place = self._graph.place(asked)
-        options = (asked.max_tokens, asked.calls, asked.single, asked.strict, asked.stop)
+        shape = json.dumps(asked.shape, sort_keys=True)
+        options = (asked.max_tokens, asked.calls, asked.single, asked.strict, asked.stop, asked.forced, shape)
         same = (place.end.digest, place.system, place.tools, asked.after, *options)
         given = self._given.get(same)
         if given is not None and (asked.retry or not (given.waiting or given.delivered)) and not _failed(given.task):
@@ -145,6 +148,7 @@ class Session:
             raise Refused("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
         if asked.chars > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens:
             raise _too_long()
+        spells = constraint(asked, self.tokens.chat)
         line, place, prompt = self._line(asked, place)
         line.add_prompt(prompt)
         try:
@@ -164,7 +168,8 @@ class Session:
         self._busy.add(line.index)
         if len(self._busy) == 1:
             self.on_busy(True)
-        task = asyncio.create_task(self._sampled(asked, place, line, len(prompt)), name=f"session {self.episode.id}")
+        sampling = self._sampled(asked, place, line, len(prompt), spells)
+        task = asyncio.create_task(sampling, name=f"session {self.episode.id}")
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return _Given(task)
@@ -236,14 +241,16 @@ class Session:
             return MAIN
         return self._names[place.parent.trajectory]
 
-    async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int) -> Answer:
+    async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, spells: str) -> Answer:
         try:
             if limit := line.limit():  # since it was taken, another turn has used up what was left
                 if limit == TIME_UP:
                     raise self._time_is_up()
                 line.end(limit)
                 raise _too_long()
-            completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens, stop=asked.stop)
+            completion = await line.sample(
+                stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens, stop=asked.stop, constraint=spells
+            )
             parsed, stop = self._read(line, completion, asked)
             if completion.finish_reason == CUT:
                 self._time_is_up()
@@ -393,20 +400,23 @@ class Session:
         self._seal()
 
     def _seal(self) -> None:
-        """Contexts of one turn without tools, which nothing goes on from, are calls beside the work: titles, summaries for a screen.
+        """Gives contexts of one turn that nothing goes on from, and that stand beside the work, the name `auxiliary`: titles, summaries.
 
-        So are those that are asked without the tools of the conversation that they go on from or quote, and those that quote one without
-        tools under a system message of other words. One that goes on after a summary has what the others have, or goes on.
+        Those without a parent are auxiliary if they have no tools; so are those that quote the work, or ask about it without its tools.
         """
         lines = self.episode.trajectories
-        roots = [line for line in lines if line.index in self._shown and line.parent is None]
+        asides = {line.index for line in lines if line.index in self._asides and len(line.turns) == 1}
         parents = {line.parent.trajectory for line in lines if line.parent is not None}
-        work = [line for line in roots if self._shown[line.index][0] or len(line.turns) > 1 or line.index in parents]
-        for line in roots if work else ():
-            self._describe(line, MAIN if line in work else AUXILIARY)
+        followed = {line.parent.trajectory for line in lines if line.parent is not None and line.index not in asides}
+        work = self._work([line for line in lines if line.index in self._shown and line.parent is None], followed)
         for line in lines:
-            if line.index in self._asides - parents and len(line.turns) == 1:
-                self._describe(line, AUXILIARY)
+            if line.index in self._shown and line.parent is None and work:
+                self._describe(line, MAIN if line.index in work else AUXILIARY)
+            elif line.parent is not None and line.index in asides - parents:
+                about = lines[line.parent.trajectory]
+                goes_on = about.index in work | followed or len(about.turns) > 1 or about.parent is not None
+                if goes_on or self._shown.get(about.index, (0, 0))[0]:
+                    self._describe(line, AUXILIARY)
         theirs = {name.removeprefix("refused_"): count for name, count in self.counts.items() if name.startswith("refused_")}
         refused = {name: count for name, count in theirs.items() if name not in ("failed", "ended")}
         if refused:
@@ -414,6 +424,15 @@ class Session:
             self.episode.add_failure(
                 Failure(stage="gateway", blame=Blame.POLICY, kind="requests_refused", message=text, turn=self.episode.turn_count)
             )
+
+    def _work(self, roots: Sequence[LiveTrajectory], followed: set[int]) -> set[int]:
+        """The contexts without a parent that are the main agent's: with tools, or more than one turn.
+
+        A program that has neither asks for each turn in a context of its own; these have one system message in common.
+        """
+        work = {line.index for line in roots if self._shown[line.index][0] or len(line.turns) > 1 or line.index in followed}
+        last = [node for line in roots if (node := self._graph.last(line)) is not None]
+        return work or {one.line.index for one in last for other in last if one is not other and alike(one, other.system, other.lengths)}
 
     def last_words(self) -> str | None:
         """What the main agent said last; None: nothing."""

@@ -36,6 +36,25 @@ class Parsed(Protocol):
         ...
 
 
+class Frame(Protocol):
+    """What stands around the arguments of a call of one tool, how these are written, and what stands between two calls."""
+
+    @property
+    def begin(self) -> str: ...
+
+    @property
+    def end(self) -> str: ...
+
+    @property
+    def style(self) -> str: ...
+
+    @property
+    def between(self) -> str: ...
+
+    @property
+    def excludes(self) -> tuple[str, ...]: ...
+
+
 class Chat(Protocol):
     """The part of a chat format that the gateway needs."""
 
@@ -59,6 +78,15 @@ class Chat(Protocol):
 
     def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """What is wrong with the arguments of a call of the tool with this schema; empty when nothing is."""
+        ...
+
+    def frame(self, name: str) -> Frame | None:
+        """Of a call of the tool with this name; None where the policy cannot be held to its form of calls."""
+        ...
+
+    @property
+    def thinks_first(self) -> bool:
+        """Whether a completion begins within what is thought."""
         ...
 
     def fenced(self, message: Message) -> Message: ...

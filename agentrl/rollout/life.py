@@ -106,6 +106,7 @@ class TrajectoryLife:
         max_tokens: int | None = None,
         thinking: Thinking | None = None,
         stop: Sequence[str] = (),
+        constraint: str = "",
     ) -> Completion:
         forbids = "a turn is being sampled" if self.sampling else self.stop_reason or self.limit()
         if forbids == WALL and not self.stop_reason:
@@ -120,7 +121,7 @@ class TrajectoryLife:
         self.sampling = True
         try:
             reads = max(0, self.tokens - self._computed)
-            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, stop=stop, number=number, reads=reads)
+            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, stop=stop, constraint=constraint, number=number, reads=reads)
             completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
         except RequestRefused as error:
             self.sampling = False
@@ -297,11 +298,13 @@ class EpisodeLife:
         *,
         stop_token_ids: Sequence[int],
         stop: Sequence[str] = (),
+        constraint: str = "",
         number: int,
         reads: int = 0,
     ) -> Completion:
         """Raises as `Requests.sample` does. `part`: of a turn whose thinking is bounded."""
-        common = {**asdict(self._sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop)}
+        sampling = self._sampling.constrained() if constraint else self._sampling
+        common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
         made = await self.requests.sample(
             token_ids,
@@ -310,7 +313,7 @@ class EpisodeLife:
             f"{self.id}-{number}{part}",
             reads=0 if part else reads,
         )
-        if self._sampling.supports and (made.supports is None or not all(made.supports.rows)):
+        if sampling.supports and (made.supports is None or not all(made.supports.rows)):
             raise ServingError(
                 "the policy answered without the support of every token, and without them the learner would score them wrongly"
             )

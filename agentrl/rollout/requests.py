@@ -106,8 +106,9 @@ class Requests:
         if left_s <= 0:
             self._cut = True
             return NOTHING
-        timeout_s = min(left_s, self.timeout_s, self.limit_s / PARTS)
-        if first and not self.pace.known:
+        whole = bool(params.constraint)  # what a cut request has spelled is not known to the one that continues it
+        timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / PARTS)
+        if first and not whole and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
         request, tokens, cut = self.pace.begin(now(), reads=reads), None, False
         self.sampling.begin(now())

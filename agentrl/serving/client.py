@@ -118,6 +118,7 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         "stop_token_ids": list(params.stop_token_ids),
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         **({"stop": list(params.stop)} if params.stop else {}),
+        **({"structured_outputs": {"structural_tag": params.constraint}} if params.constraint else {}),
         "detokenize": bool(params.stop),  # which only texts need
     }
     return {

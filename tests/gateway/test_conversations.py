@@ -79,6 +79,33 @@ async def test_a_commit_message_is_not_the_answer_of_a_program_that_rewrites_its
     assert outcome.episode.trajectories[1].parent == Parent(trajectory=0, turn=0) and outcome.episode.answer == "It is 3 cm wide."
 
 
+@pytest.mark.parametrize("commit", [True, False])
+async def test_a_program_whose_contexts_all_begin_anew_has_the_main_agent_that_they_have_in_common(lead: Any, commit: bool) -> None:
+    """A map of the files comes first in each request, and has changed: one system message is all that the requests share."""
+
+    async def program(http: Any) -> None:
+        for number in range(2):
+            await words(http, LEAD, user(f"The files, at {number}:\na.py"), user(TASK))
+        if commit:
+            await words(http, COMMIT, user("diff --git a b"))
+
+    outcome = await run(lead, lambda turn, _: ("I measure.", "It is 3 cm wide.", "Measure the table")[turn], program)
+    assert [line.agent for line in outcome.episode.trajectories] == ["main", "main", "auxiliary"][: 2 + commit]
+    assert outcome.episode.answer == "It is 3 cm wide."
+
+
+async def test_a_plan_and_its_execution_are_both_the_work(lead: Any) -> None:
+    """Two requests under system messages of their own, of which the second quotes the first one's answer, and gives the answer."""
+    plan = "First measure the table with a ruler, then say it."
+
+    async def program(http: Any) -> None:
+        await words(http, {"role": "system", "content": "You plan."}, user(TASK))
+        await words(http, {"role": "system", "content": "You carry out plans."}, user(f"The plan: {plan}"))
+
+    outcome = await run(lead, lambda turn, _: (plan, "It is 3 cm wide.")[turn], program)
+    assert [line.agent for line in outcome.episode.trajectories] == ["main", "main"] and outcome.episode.answer == "It is 3 cm wide."
+
+
 async def test_a_sub_agent_that_rewrites_its_history_stays_one_and_the_next_one_is_another(lead: Any) -> None:
     """Both are asked while their calls run, and the second one's task is a message of its own behind the first words of its framework."""
     others = ("what is the height of the table?", WIDTH)

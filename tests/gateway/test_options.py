@@ -13,7 +13,7 @@ from tests.gateway.test_chat_completions import calls
 
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"], "additionalProperties": False}
-FORMAT = {"type": "json_schema", "schema": SCHEMA}
+PATTERN = {"type": "object", "properties": {"at": {"type": "string", "pattern": "(a+)+"}}}
 
 
 def tool(protocol: str, **more: Any) -> dict[str, Any]:
@@ -131,24 +131,41 @@ REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "messages": ({"output_config": {"effort": "x"}}, "output_config.effort"),
         "responses": ({"reasoning": {"effort": "x"}}, "reasoning.effort"),
     },
-    "a schema for the answer": {
-        "chat": ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, "response_format"),
-        "messages": ({"output_config": {"format": FORMAT}}, "output_config.format"),
-        "responses": ({"text": {"format": {**FORMAT, "name": "a"}}}, "text.format"),
-    },
-    "any JSON as the answer": {
-        "chat": ({"response_format": {"type": "json_object"}}, "response_format"),
-        "responses": ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-    },
-    "a forced call": {
+    "a forced call without tools": {
         "chat": ({"tool_choice": "required"}, "tool_choice"),
-        "messages": ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        "messages": ({"tool_choice": {"type": "any"}}, "tool_choice"),
         "responses": ({"tool_choice": "required"}, "tool_choice"),
     },
-    "a named call": {
-        "chat": ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
-        "messages": ({"tool_choice": {"type": "tool", "name": "look"}}, "tool_choice.type"),
-        "responses": ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
+    "a call of a tool that is not there": {
+        "chat": ({"tools": [tool("chat")], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
+        "messages": ({"tools": [tool("messages")], "tool_choice": {"type": "tool", "name": "fly"}}, "tool_choice"),
+        "responses": ({"tools": [tool("responses")], "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice"),
+    },
+    "a choice of some tools": {
+        "chat": ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
+        "messages": ({"tool_choice": {"type": "some"}}, "tool_choice"),
+        "responses": ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+    },
+    "a forced call whose name the policy's form cannot hold": {
+        "chat": ({"tools": [{"type": "function", "function": {"name": 'a"b'}}], "tool_choice": "required"}, "tool_choice"),
+        "messages": ({"tools": [{"name": 'a"b', "input_schema": {}}], "tool_choice": {"type": "any"}}, "tool_choice"),
+        "responses": ({"tools": [{"type": "function", "name": 'a"b'}], "tool_choice": "required"}, "tool_choice"),
+    },
+    "an answer of another kind": {
+        "chat": ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        "messages": ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
+        "responses": ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+    },
+    "a schema that is not compiled": {
+        "chat": (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": PATTERN}}},
+            "response_format.json_schema.schema.properties.at.pattern",
+        ),
+        "messages": (
+            {"output_config": {"format": {"type": "json_schema", "schema": PATTERN}}},
+            "output_config.format.schema.properties.at.pattern",
+        ),
+        "responses": ({"text": {"format": {"type": "json_schema", "schema": PATTERN}}}, "text.format.schema.properties.at.pattern"),
     },
     "a tool of the server's": {name: ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools[0].type") for name in PATHS},
     "parallel in words": {

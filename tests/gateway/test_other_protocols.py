@@ -179,7 +179,7 @@ async def test_each_protocol_refuses_in_its_own_words(lead: Any) -> None:
                 ({"previous_response_id": "resp_0"}, openai.NotFoundError),
                 ({"tools": [{"type": "web_search"}]}, openai.BadRequestError),
                 ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError),
-                ({"text": {"format": {"type": "json_object"}}}, openai.BadRequestError),
+                ({"text": {"format": {"type": "grammar"}}}, openai.BadRequestError),
             ):
                 with pytest.raises(kind):
                     await other.responses.create(**{"model": "policy", "input": "one?", **more})

@@ -74,6 +74,9 @@ def seeds() -> Sequence[bytes]:
         "stream": True,
         "stream_options": {"include_usage": True},
         "n": 1,
+        "stop": ["\n\n\n"],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
     }
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "seen"}], "is_error": True}
     messages = {
@@ -87,6 +90,10 @@ def seeds() -> Sequence[bytes]:
         ],
         "tools": [{"name": "look", "description": "Looks.", "input_schema": schema}],
         "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "stop_sequences": ["\n\n\n"],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "output_config": {"effort": "low"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     }
     items = {
         "model": "policy",
@@ -101,7 +108,19 @@ def seeds() -> Sequence[bytes]:
         "tools": [{"type": "function", **named, "strict": True}],
         "max_output_tokens": 9,
     }
-    bodies = [("chat", chat), ("messages", messages), ("responses", items), ("responses", {"model": "policy", "input": "look"})]
+    shape = {"$ref": "#/$defs/A", "$defs": {"A": {**schema, "required": ["at"], "anyOf": [{"enum": [1]}]}}}
+    shaped = {"model": "policy", "input": "look", "text": {"format": {"type": "json_schema", "name": "a", "schema": shape}}}
+    older: dict[str, Any] = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "look"}],
+        "functions": [named],
+        "function_call": {"name": "look"},
+    }
+    older["messages"] += [
+        {"role": "assistant", "function_call": {"name": "look", "arguments": "{}"}},
+        {"role": "function", "content": "seen"},
+    ]
+    bodies = [("chat", chat), ("messages", messages), ("responses", items), ("responses", shaped), ("chat", older)]
     return [label.encode() + b"\n" + json.dumps(body).encode() for label, body in bodies]
 
 

@@ -1,0 +1,139 @@
+"""JSON schemas of programs, built again of keywords that are known, within bounds: the server compiles them, for everybody.
+
+What a schema asks for is kept or refused; what only describes is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.gateway.asked import Refused, given, inside, listed, mapping, storable, text
+
+MAX_DEPTH = 12
+MAX_SCHEMAS = 512
+"""Schemas within the schemas of one request."""
+MAX_CHARS = 1 << 15
+"""Characters of all names and values in them."""
+MAX_COUNT = 1024
+"""Bound on the bounds of lengths."""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_ANNOTATIONS = frozenset(
+    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
+)
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_KINDS = ("string", "number", "integer", "boolean", "null", "object", "array")
+_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_REFERENCE = re.compile(r"#/(?:\$defs|definitions)/([A-Za-z0-9_.\-\[\]]{1,128})")
+
+
+class Schemas:
+    """Rebuilds the schemas of one request."""
+
+    def __init__(self) -> None:
+        self._schemas = self._chars = 0
+        self._wanted: set[str] = set()  # definitions that are referred to
+
+    def rebuilt(self, value: Any, where: str) -> dict[str, Any]:
+        """A schema with its definitions. Raises `Refused` with the path of what is not supported."""
+        self._wanted.clear()
+        about = mapping(storable(value, where), where)
+        made = self._schema({name: one for name, one in about.items() if name not in ("$defs", "definitions")}, where, 0)
+        definitions: dict[str, Any] = {}
+        for key in ("$defs", "definitions"):
+            for name, one in mapping(given(about.get(key), {}), inside(where, key)).items():
+                definitions[self._text(name, where)] = self._schema(one, inside(inside(where, key), name[:40]), 1)
+        made |= {"$defs": definitions} if definitions else {}
+        for name in sorted(self._wanted):
+            if name not in definitions:
+                raise Refused("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
+            if name in _same_as(name, definitions):
+                raise Refused("invalid", f"{where}: definition {name[:80]!a} is only itself.", param=where)
+        return made
+
+    def _schema(self, value: Any, where: str, depth: int) -> dict[str, Any]:
+        if value is True:
+            return {}
+        self._schemas += 1
+        if depth > MAX_DEPTH or self._schemas > MAX_SCHEMAS:
+            raise Refused("invalid", f"{where}: more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
+        made: dict[str, Any] = {}
+        for key, one in mapping(value, where).items():
+            if key not in _ANNOTATIONS and (one is not None or key == "const"):
+                made |= self._keyword(key, one, inside(where, key[:40]), depth + 1)
+        return made
+
+    def _keyword(self, key: str, value: Any, where: str, depth: int) -> dict[str, Any]:
+        """What a keyword becomes."""
+        match key:
+            case "$ref":
+                found = _REFERENCE.fullmatch(text(value, where))
+                if found is None:
+                    raise Refused("unsupported", f"{where}: only references to $defs are supported.", param=where)
+                self._wanted.add(found[1])
+                return {key: f"#/$defs/{found[1]}"}
+            case "type":
+                kinds = _among([value] if isinstance(value, str) else listed(value, where), _KINDS, where)
+                return {key: kinds[0] if isinstance(value, str) else kinds}
+            case "enum" | "const":
+                self._text(json.dumps(value), where)
+                return {key: listed(value, where) if key == "enum" else value}
+            case "properties":
+                named = mapping(value, where).items()
+                return {key: {self._text(name, where): self._schema(one, inside(where, name[:40]), depth) for name, one in named}}
+            case "required":
+                return {key: [self._text(text(one, where), where) for one in listed(value, where)]}
+            case "anyOf" | "oneOf" | "allOf" | "prefixItems":
+                some = [self._schema(one, f"{where}[{at}]", depth) for at, one in enumerate(listed(value, where))]
+                if key == "allOf" and len(some) != 1:
+                    raise Refused("unsupported", f"{where}: must hold one schema.", param=where)
+                return some[0] if key == "allOf" else {"prefixItems" if key == "prefixItems" else "anyOf": some}
+            case "items":
+                return {key: self._schema(value, where, depth)}
+            case "additionalProperties" if isinstance(value, Mapping):
+                return {key: self._schema(value, where, depth)}
+        return {key: _plain(key, value, where)}
+
+    def _text(self, value: str, where: str) -> str:
+        self._chars += len(value)
+        if self._chars > MAX_CHARS:
+            raise Refused("invalid", f"{where}: names and values of more than {MAX_CHARS} characters.", param=where)
+        return value
+
+
+def _among(values: Sequence[Any], known: Sequence[str], where: str) -> list[str]:
+    for one in values:
+        if not isinstance(one, str) or one not in known:
+            raise Refused("unsupported", f"{where}: must be one of {', '.join(known)}.", param=where)
+    return list(values)
+
+
+def _plain(key: str, value: Any, where: str) -> Any:
+    """The value of a keyword that holds no schemas."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "additionalProperties" and isinstance(value, bool):
+        return value
+    if key in _COUNTS and isinstance(value, int) and number and 0 <= value <= MAX_COUNT:
+        return value
+    if key in _BOUNDS and number and abs(value) < 1e15:
+        return value
+    if key == "format":
+        return _among([value], _FORMATS, where)[0]
+    raise Refused("unsupported", f"{where}: this keyword, or its value, is not supported in a schema of an answer.", param=where)
+
+
+def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:
+    """The definitions that a definition may be without a character of its own."""
+    found: set[str] = set()
+    left: list[Any] = [definitions[name]]
+    while left:
+        schema = left.pop()
+        reference = schema.get("$ref", "").removeprefix("#/$defs/")
+        if reference and reference not in found:
+            found.add(reference)
+            left.append(definitions.get(reference, {}))
+        left += schema.get("anyOf", ())
+    return found

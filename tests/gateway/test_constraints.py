@@ -1,0 +1,275 @@
+"""Answers that must spell something: JSON of a schema, a call of a tool. They are sampled with supports, and trained over these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from agentrl.agent.forms.frames import frame
+from agentrl.gateway.asked import Asked, Refused
+from agentrl.gateway.constraint import constraint
+from agentrl.gateway.schemas import MAX_CHARS, MAX_DEPTH, MAX_SCHEMAS, Schemas
+from agentrl.objective import counted_samples
+from agentrl.records import Group, Score, ScoredEpisode
+from agentrl.sampling import CONSTRAINED_TOP_K
+from agentrl.testing import ScriptedPolicy
+from tests.chats import chat_of, shared_tokenizer
+from tests.gateway.test_chat_completions import calls, client, user
+from tests.gateway.test_options import CALLED, END, PATHS, SCHEMA, Http, said, tool
+from tests.gateway.test_other_protocols import claude
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "chat": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}},
+    "messages": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "responses": {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+}
+REQUIRED: dict[str, Any] = {"chat": "required", "messages": {"type": "any"}, "responses": "required"}
+NAMED: dict[str, Any] = {
+    "chat": {"type": "function", "function": {"name": "look"}},
+    "messages": {"type": "tool", "name": "look"},
+    "responses": {"type": "function", "name": "look"},
+}
+
+
+class Recording(ScriptedPolicy):
+    """Keeps what it was asked for."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.params: list[Any] = []
+
+    async def generate(self, prompt_ids: Any, params: Any, **named: Any) -> Any:
+        self.params.append(params)
+        return await super().generate(prompt_ids, params, **named)
+
+
+async def spoken(lead: Any, text: str, program: Any) -> Any:
+    async def led(url: str, key: str) -> None:
+        await program(Http(url, key))
+
+    outcome = await lead(led, kind=Recording, script=lambda turn, _: text)
+    assert outcome.trained_once() and outcome.session.fault is None
+    return outcome
+
+
+def styles(made: str) -> list[Any]:
+    """The formats in a constraint, as pairs of what they are and what they hold."""
+    found: list[Any] = []
+    left = [json.loads(made)["format"]]
+    while left:
+        one = left.pop()
+        found.append((one["type"], one.get("begin", one.get("json_schema"))))
+        left += [*one.get("elements", ()), *one.get("tags", ()), *([one["content"]] if "content" in one else ())]
+    return found
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+@pytest.mark.parametrize("plain_after", [False, True])
+async def test_json_of_a_schema_is_sampled_with_supports(lead: Any, protocol: str, plain_after: bool) -> None:
+    async def program(http: Http) -> None:
+        made = await http.answer(protocol, **FORMATS[protocol])
+        assert said(protocol, made) == ('{"at": "a"}', [], END[protocol])
+        if plain_after:
+            await http.answer(protocol)
+
+    outcome = await spoken(lead, '{"at": "a"}', program)
+    first = outcome.policy.params[0]
+    assert (first.top_k, first.supports) == (CONSTRAINED_TOP_K, True) and styles(first.constraint) == [("json_schema", SCHEMA)]
+    turns = [turn for line in outcome.episode.trajectories for turn in line.turns]
+    assert turns[0].supports is not None and all(turns[0].supports.rows)
+    if plain_after:
+        assert (outcome.policy.params[1].constraint, outcome.policy.params[1].top_k, turns[1].supports) == ("", 0, None)
+    group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=outcome.episode, score=Score(value=1.0)),))
+    samples = counted_samples([group])
+    trained = [row for sample in samples if sample.supports for row, on in zip(sample.supports.rows, sample.loss_mask, strict=True) if on]
+    assert trained == list(turns[0].supports.rows), "each over the tokens that it was drawn from"
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+@pytest.mark.parametrize("choice", [REQUIRED, NAMED], ids=["required", "named"])
+async def test_a_forced_call(lead: Any, protocol: str, choice: Mapping[str, Any]) -> None:
+    async def program(http: Http) -> None:
+        other = {**tool(protocol), "name": "fly"} if protocol != "chat" else {"type": "function", "function": {"name": "fly"}}
+        made = await http.answer(protocol, tools=[tool(protocol), other], tool_choice=choice[protocol])
+        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
+
+    outcome = await spoken(lead, calls("look", at="a"), program)
+    begins = [begin for kind, begin in styles(outcome.policy.params[0].constraint) if kind == "tag"]
+    assert any('"look"' in begin for begin in begins) and len(begins) == (2 if choice is REQUIRED else 1)
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+async def test_json_or_a_call_where_tools_are_offered_beside_a_schema(lead: Any, protocol: str) -> None:
+    async def program(http: Http) -> None:
+        made = await http.answer(protocol, tools=[tool(protocol)], **FORMATS[protocol])
+        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
+
+    outcome = await spoken(lead, calls("look", at="a"), program)
+    kinds = [kind for kind, _ in styles(outcome.policy.params[0].constraint)]
+    assert kinds[0] == "or" and sorted(kinds) == ["json_schema", "json_schema", "or", "tag", "tags_with_separator"]
+
+
+async def test_any_json_and_the_older_forms(lead: Any) -> None:
+    async def program(http: Http) -> None:
+        await http.answer("chat", response_format={"type": "json_object"})
+        await http.answer("responses", text={"format": {"type": "json_object"}})
+        await http.answer("messages", output_format={"type": "json_schema", "schema": SCHEMA})
+
+    outcome = await spoken(lead, "{}", program)
+    asked = [styles(params.constraint) for params in outcome.policy.params]
+    assert asked == [[("json_schema", {"type": "object"})]] * 2 + [[("json_schema", SCHEMA)]]
+
+
+class Part(BaseModel):
+    """What a program that uses an SDK asks for."""
+
+    kind: Literal["leg", "top"]
+    size: int | None = Field(default=None, description="in centimetres")
+
+
+class Table(BaseModel):
+    parts: list[Part]
+
+
+async def test_the_sdks_parse_what_they_asked_for(lead: Any) -> None:
+    table = Table(parts=[Part(kind="leg", size=3)])
+
+    async def program(url: str, key: str) -> None:
+        async with client(url, key) as sdk:
+            chat = await sdk.chat.completions.parse(model="policy", messages=[user("one?")], response_format=Table)
+            assert chat.choices[0].message.parsed == table
+            made = await sdk.responses.parse(model="policy", input="two?", text_format=Table)
+            assert made.output_parsed == table
+        async with claude(url, key) as other:
+            said = await other.messages.parse(model="policy", max_tokens=300, messages=[user("three?")], output_format=Table)
+            assert said.parsed_output == table
+
+    outcome = await lead(program, kind=Recording, script=lambda turn, _: table.model_dump_json())
+    assert outcome.trained_once() and all(params.supports for params in outcome.policy.params) and outcome.counts == {"answered": 3}
+
+
+def nested(depth: int) -> Any:
+    return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {"type": "string"}
+
+
+KEPT: dict[str, tuple[Any, Any]] = {
+    "what describes": ({"title": "T", "description": "d", "type": "string", "default": "a", "examples": []}, {"type": "string"}),
+    "references": (
+        {"$ref": "#/definitions/A", "definitions": {"A": {"enum": ["$ref", {"$ref": "x"}]}}},
+        {"$ref": "#/$defs/A", "$defs": {"A": {"enum": ["$ref", {"$ref": "x"}]}}},
+    ),
+    "a tree": (
+        {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "properties": {"next": {"$ref": "#/$defs/A"}, "enum": {"type": "null"}}}}},
+        {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "properties": {"next": {"$ref": "#/$defs/A"}, "enum": {"type": "null"}}}}},
+    ),
+    "one of several": ({"oneOf": [{"const": None}, {"allOf": [{"const": 3}]}]}, {"anyOf": [{"const": None}, {"const": 3}]}),
+    "bounds": ({"type": ["integer", "null"], "minimum": -1, "maximum": None}, {"type": ["integer", "null"], "minimum": -1}),
+    "anything": ({"type": "object", "additionalProperties": True, "properties": {"a": True}}, None),
+}
+NOT_KEPT: dict[str, tuple[Any, str]] = {
+    "a pattern": ({"type": "string", "pattern": "a"}, "s.pattern"),
+    "a format": ({"type": "string", "format": "regex"}, "s.format"),
+    "a long list": ({"type": "array", "maxItems": 10**9}, "s.maxItems"),
+    "a word for a number": ({"type": "integer", "minimum": "1"}, "s.minimum"),
+    "another file": ({"$ref": "file:///etc/passwd"}, "s.$ref"),
+    "a definition that is missing": ({"$ref": "#/$defs/A"}, "s"),
+    "a definition of itself": ({"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}}}, "s"),
+    "no schema": (3, "s"),
+    "a list of types": ({"type": ["string", "dict"]}, "s.type"),
+    "depth": (nested(MAX_DEPTH + 1), "s"),
+    "width": ({"type": "object", "properties": {str(n): {"type": "null"} for n in range(MAX_SCHEMAS)}}, "s.properties"),
+    "length": ({"enum": ["x" * (MAX_CHARS + 1)]}, "s.enum"),
+    "everything at once": ({"not": {"type": "null"}}, "s.not"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_schema_is_built_again(case: str) -> None:
+    given, expected = KEPT[case]
+    made = Schemas().rebuilt(given, "s")
+    assert made == (expected if expected is not None else {**given, "properties": {"a": {}}})
+
+
+@pytest.mark.parametrize("case", NOT_KEPT)
+def test_what_the_server_should_not_compile_is_refused_with_its_path(case: str) -> None:
+    given, path = NOT_KEPT[case]
+    with pytest.raises(Refused) as refused:
+        Schemas().rebuilt(given, "s")
+    assert refused.value.status == 400 and str(refused.value.param).startswith(path)
+
+
+class Form:
+    """The part of a chat format that a constraint depends on."""
+
+    def __init__(self, form: str, *, thinks_first: bool = False) -> None:
+        self.form, self.thinks_first = form, thinks_first
+
+    def frame(self, name: str) -> Any:
+        return frame(self.form, name)
+
+
+ASKED = Asked(
+    model="policy",
+    system=(),
+    messages=(),
+    tools=(
+        {"type": "function", "function": {"name": "look", "description": "", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "fly", "description": "", "parameters": {"type": "object", "pattern": 3}}},
+    ),
+)
+CALLS = {
+    "hermes": calls("look", at="a").replace("<tool_call>", "<tool_call>\n").replace("</tool_call>", "\n</tool_call>"),
+    "llama3_json": '{"name": "look", "parameters": {"at": "a"}}',
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=at>\na\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+def test_only_some_forms_of_calls_can_be_forced() -> None:
+    with pytest.raises(Refused) as refused:
+        constraint(replace(ASKED, forced=("look",), forced_by="tool_choice"), Form("mistral"))  # type: ignore[arg-type]
+    assert refused.value.param == "tool_choice"
+    strict = replace(ASKED, forced=("fly",), forced_by="tool_choice", strict=frozenset(["fly"]))
+    with pytest.raises(Refused):
+        constraint(strict, Form("hermes"))  # type: ignore[arg-type]
+
+
+def matches(made: str, text: str) -> bool:
+    """Whether a whole text is what a constraint lets a policy say."""
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_structural_tag(made)
+    from xgrammar.testing import _is_grammar_accept_string
+
+    return bool(_is_grammar_accept_string(grammar, text))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_what_a_constraint_lets_through_is_read_as_what_it_stands_for(form: str, thinks: bool) -> None:
+    """By the library that vLLM compiles it with, and the reader of the form."""
+    from agentrl.agent.forms import FORMS
+
+    head = "hm, so\n</think>\n\n" if thinks else ""
+    chat: Any = Form(form, thinks_first=thinks)
+    good = CALLS[form]
+    [call] = FORMS[form].read(good, ASKED.tools).calls
+    assert (call.name, call.arguments) == ("look", {"at": "a"})
+    for forced in (("look",), ("look", "fly")):
+        made = constraint(replace(ASKED, forced=forced, forced_by="tool_choice"), chat)
+        assert matches(made, head + good) and not matches(made, head) and not matches(made, f"{head}no"), forced
+        assert not matches(made, head + good.replace("at", "to")), "the schema's own names"
+    either = constraint(replace(ASKED, shape=SCHEMA), chat)
+    assert matches(either, head + good) and matches(either, head + '{"at": "b"}') and not matches(either, f"{head}word")
+    alone = constraint(replace(ASKED, tools=(), shape=SCHEMA), chat)
+    assert matches(alone, head + '{"at": "b"}') and not matches(alone, head + '{"at": 3}') and not matches(alone, head + good)
+
+
+def test_a_chat_knows_its_frames() -> None:
+    chat = chat_of(shared_tokenizer())
+    assert chat.frame("look") == frame("hermes", "look") and not chat.thinks_first
