@@ -29,7 +29,7 @@ async def evaluated_once(run: Run, phase: str, *, step: int) -> dict[str, float]
     """What `evaluate_served` gives; an evaluation of the same weights under the same settings, which an earlier driver of the run has
     finished, is not made again."""
     rated = measure.evaluated(run.folder, phase, of=_of(run), splits=(split for split, count in _counts(run) if count))
-    if rated is None:
+    if not rated:  # or nothing is held out, which is recorded as well
         return await evaluate_served(run, phase, step=step)
     run.tracker.evaluated(phase, {str(split): rate for split, rate in rated.items()})
     rates = {str(split): rate.value for split, rate in rated.items()}
