@@ -18,6 +18,7 @@ from typing import Any
 
 from agentrl import foreign
 from agentrl.errors import UserError
+from agentrl.files import sha256_file
 from agentrl.processes import importing_from
 
 SHIPPED = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
@@ -36,6 +37,7 @@ _WALL_S = 120  # on a machine that is busy with something else
 _MEMORY_BYTES = 4 << 30
 _CHILD = "from agentrl.agent.template import _child; _child()"
 _TOO_MUCH, _GAVE_UP = 3, 4  # exit statuses
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
 _MOST_GROWTH = 64  # characters, or tokens, for one of the input
 
 TOOL: dict[str, Any] = {
@@ -93,8 +95,22 @@ def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S
 
     Raises `UserError` as `try_template`, and for a tokenizer that takes too much, or whose library gives up on it. What else may be wrong
     with it is told by who loads it after this.
+
+    The same files are tried once in a process.
     """
-    _try(text, folder, cpu_s)
+    key = (_content(Path(folder)), text, cpu_s)
+    if key not in _PASSED:
+        _try(text, folder, cpu_s)
+        _PASSED.add(key)
+
+
+_PASSED: set[tuple[tuple[tuple[str, str], ...], str | None, float]] = set()  # (content of the folder, template, limit)
+
+
+def _content(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Names and sha256 of a model folder's files, without its weights."""
+    files = (path for path in sorted(folder.rglob("*")) if path.suffix not in _WEIGHTS and path.is_file())
+    return tuple((path.relative_to(folder).as_posix(), sha256_file(path)) for path in files)
 
 
 def _try(text: str | None, folder: str | None, cpu_s: float) -> None:

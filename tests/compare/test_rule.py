@@ -18,6 +18,7 @@ def passed(cases: int, *, attempts: int = 4) -> Scores:
 def test_the_defaults_are_those_of_a_recipe() -> None:
     gate = GateConfig(suite="evals/x")
     assert Rule() == Rule(repeats=gate.repeats, confirm=gate.confirm, alpha=gate.alpha, margin=gate.margin, threshold=gate.threshold)
+    assert Rule().bar("any") == gate.threshold
 
 
 @pytest.mark.slow
