@@ -103,8 +103,10 @@ def value_of(text: str, allowed: Allowed) -> Any:
         return _PYTHONS[text][1]
     try:
         value = read_json(text)
-    except NotJson:
-        return text
+    except Refused as error:
+        if isinstance(error, NotJson) or ("string" in kinds and allowed.fits(text)):
+            return text
+        raise
     if value is None and "null" in kinds:
         return None
     if isinstance(value, str) or ("string" in kinds and (allowed.fits(text) or not allowed.fits(value))):
