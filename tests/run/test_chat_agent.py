@@ -107,7 +107,7 @@ async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: 
         (["temperature=0.5"], [], r"set evaluation\.temperature, or --request temperature=null"),
         (["max_tokens=5"], [], r"limits\.turn_tokens"),
         (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
-        (["messages=[]"], [], "the case says"),
+        (["messages=[]"], [], "the case gives"),
         (["effort"], [], "there is no = in it"),
         (["api_key=sk-12345678901234567890"], [], "holds a secret"),
         ([], ["api-key"], "there is no = in it"),
