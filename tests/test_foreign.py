@@ -156,7 +156,7 @@ def test_a_body_that_unpacks_to_a_gibibyte_is_refused_in_little_memory(tmp_path:
     unsized = stream.compress(b"\0" * (1 << 28)) + stream.flush()
     with pytest.raises(ValueError):
         unpacked(unsized)
-    with pytest.raises(ValueError, match="str where bytes are due"):
+    with pytest.raises(ValueError, match="type str instead of bytes"):
         unpacked("text")
     assert unpacked(zstandard.ZstdCompressor().compress(b"x" * 1000)) == b"x" * 1000
     store = SqliteStore(tmp_path / "experience.sqlite")
