@@ -122,7 +122,7 @@ def test_requests_that_are_said_elsewhere_or_not_at_all_are_refused(requested: l
 
 @pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
 def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="is no further header with a reference as its value"):
+    with pytest.raises(UserError, match="is not an additional header with a reference as its value"):
         Endpoint(url="http://127.0.0.1:1/v1", model="m", headers=headers)
 
 
