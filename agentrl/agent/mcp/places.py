@@ -208,7 +208,7 @@ class OverHTTP:
         """
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "text/event-stream"):
-            raise Unanswered("garbage", f"an answer of type {clean(kind, 60) or 'none'}, which is neither JSON nor a stream of events")
+            raise Unanswered("garbage", f"its answer has type {clean(kind, 60) or 'none'}: neither JSON nor a stream of events")
         stream, body, taken, pieces, asked = Events(), bytearray(), 0, 0, 0
         async for piece in response.aiter_raw():
             taken, pieces = taken + len(piece), pieces + 1
@@ -216,20 +216,20 @@ class OverHTTP:
             if held + len(piece) > MAX_BYTES or taken > 4 * MAX_BYTES:
                 raise Unanswered("flood", f"more than {MAX_BYTES} bytes")
             if pieces > _MOST_PIECES + taken // _FULL_PIECE:
-                raise Unanswered("garbage", f"an answer in pieces of {taken // pieces} bytes")
+                raise Unanswered("garbage", f"its answer comes in too many pieces, of {taken // pieces} bytes on average")
             if kind == "application/json":
                 body += piece
             for data in stream.feed(piece) if kind == "text/event-stream" else ():
                 if _answers(data, until):
                     return data
                 if not _is_json(data):
-                    raise Unanswered("garbage", "an event that is no JSON")
+                    raise Unanswered("garbage", "an event of its answer is not JSON")
                 if (reply := inside_line.reply_to(data)) is not None and (asked := asked + 1) <= _MOST_REQUESTS:
                     await self._reply(client, reply)
             await asyncio.sleep(0)
         if kind == "application/json" and _answers(bytes(body), until):
             return bytes(body)
-        raise Unanswered("garbage", "an answer to another question, or none")
+        raise Unanswered("garbage", "its answer is missing or belongs to another request")
 
     async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
         """Sends an answer to a request of the server. A server that rejects it gets no other."""
