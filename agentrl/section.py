@@ -190,7 +190,7 @@ def describe(error: ValidationError) -> str:
 
 
 def _cut(value: object) -> str:
-    """A wrong value as a person needs to see it: its beginning, where it is long. A secret is not shown."""
+    """A wrong value for an error message, shortened if it is long. A secret is not shown."""
     shown = secrets.HIDDEN if any(secrets.literals(value)) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 

@@ -4,9 +4,9 @@
 
 The forms of other models are in `agentrl.agent.forms`, and make their calls here too.
 
-What cannot be a record, because it is too long, too deep, not finite or not Unicode, is answered to the model as an error of its
-call, and scored like any other mistake. Where a call ends is decided by the grammar of its arguments: a mark of the form inside a JSON
-string is text. Reading takes time proportional to the length of the text. Of the calls of a turn after the first `MAX_CALLS`, none is read.
+If a call cannot become a record, because it is too long, too deep, not finite or not Unicode, the model gets an error, and the call is
+scored like any other mistake. The grammar of the arguments decides where a call ends: a mark of the form inside a JSON string is text.
+Reading takes time proportional to the length of the text. Calls of a turn after the first `MAX_CALLS` are not read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_tagged(
 ) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
     """The calls between two tags, as `read_calls`.
 
-    The grammar of a call's body decides where it ends, so a closing tag inside a text of its arguments is text.
+    The grammar of a call's body decides where it ends, so a closing tag inside a string of its arguments is text.
 
     Args:
         scan: reads a body from a position of the text, and returns it with the position of its end. It may raise `Refused`.

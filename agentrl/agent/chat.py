@@ -50,7 +50,7 @@ class ParsedCompletion:
 class ChatFormat:
     """Exact tokens for one tokenizer. If it has several templates, the one for tools becomes its template.
 
-    `thinking` says how the model's thinking is told and ended; None: it has no marks of it.
+    `thinking` describes how the model's reasoning is marked and ended; None means that it has no marks.
 
     Args:
         tool_format: a form of tool calls by name (`agentrl.agent.forms.FORMS`). None: the one that reads what the template writes.

@@ -91,8 +91,8 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
 def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
     """Loads the tokenizer of a model in a separate process, encodes and decodes texts, and tests its template, or `text`.
 
-    Raises `UserError` as `try_template`, and for a tokenizer that takes too much, or whose library gives up on it. What else may be wrong
-    with it is told by who loads it after this.
+    Raises `UserError` as `try_template`, and for a tokenizer that exceeds the bounds or makes its library fail. The later load reports all
+    other errors of the tokenizer.
     """
     _try(text, folder, cpu_s)
 

@@ -391,5 +391,5 @@ def _unchangeable(path: Path) -> bool:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError, ValueError) as error:  # the last: no file of ours; half of a surrogate pair, from a command line
+    except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: not agentrl's file, or half of a surrogate pair from a command line
         raise StoreError(f"{path}: {error}") from error

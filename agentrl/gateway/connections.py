@@ -1,8 +1,8 @@
 """Connections to the gateway: bounds on bytes outside the body, pipelined requests and idle time, and corrections of HTTP parsers.
 
 The key of a request is checked only when its head is complete, so any program that reaches the gateway can send bytes before that. uvicorn
-has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither answers a client that
-has closed its own direction, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
+has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither answers a client that has
+closed its side, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The conversations of a session: which completion a request goes on from, told by what was sampled here and by the structure of the rest.
+"""The conversations of a session: finds the completion that a request continues, by the sampled text and the structure of the rest.
 
-A node is one sampled turn. It is found again by a digest of the conversation up to it, in which nothing counts that clients change:
-reasoning, white space, the order of JSON keys, ids of calls, system messages at the head, how many messages a turn is given back as. Among
-nodes with the same digest the ids decide. A request whose conversation is none of ours is the beginning of another context. It goes on in
-the conversation whose opening it has; otherwise, where it comes from is told by what it holds.
+A node is one sampled turn. A request finds it by a digest of the conversation up to it. The digest ignores what clients change: reasoning,
+white space, the order of JSON keys, ids of calls, system messages at the head, and the number of messages into which a turn is split. If
+nodes have the same digest, the ids decide. A request that matches no conversation starts another context. It continues the conversation
+with the same opening; if there is none, its content determines its parent.
 """
 
 from __future__ import annotations

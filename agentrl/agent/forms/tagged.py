@@ -84,8 +84,8 @@ def _value(
 ) -> tuple[str, int]:
     """The text up to the closing tag that is followed by an argument or the end of the call, and the position after that tag.
 
-    What can be no text is JSON, which ends where its own grammar says. A text in which another argument is opened is refused: it may have
-    swallowed that one, because its own end is missing.
+    A value that cannot be a string is JSON and ends where the JSON ends. A string that opens another argument is an error: its own closing
+    tag may be missing, so that it includes the other argument.
     """
     start = at
     if kinds and "string" not in kinds and not text.startswith('"', _space(text, at)):

@@ -1,9 +1,9 @@
 """OpenTelemetry's conventions for generative AI, all of them still in development: model calls as spans, agents and tools around them.
 
-Read are, of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one attribute), that
-up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
+Reads three forms of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one
+attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
 `gen_ai.output.messages` with their parts, on spans, events or the one log record of a call). Every call repeats the conversation before it;
-`otel_lines` makes one conversation of them again.
+`otel_lines` joins them into one conversation.
 """
 
 from __future__ import annotations
