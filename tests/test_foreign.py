@@ -150,7 +150,7 @@ def in_time(seconds: int) -> Iterator[None]:
 def test_a_body_that_unpacks_to_a_gibibyte_is_refused_in_little_memory(tmp_path: Path) -> None:
     bomb = zstandard.ZstdCompressor(level=3).compress(b"\0" * (1 << 30))
     assert len(bomb) < 200_000
-    with pytest.raises(ValueError, match="unpacks to more than"):
+    with pytest.raises(ValueError, match="decompresses to more than"):
         unpacked(bomb)
     stream = zstandard.ZstdCompressor(level=3).compressobj()
     unsized = stream.compress(b"\0" * (1 << 28)) + stream.flush()

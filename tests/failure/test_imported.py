@@ -141,7 +141,7 @@ async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
     done = await tools["f"]({"x": 3, "y": "a"}, None, Limits())
     assert not done.ok and 'no recorded answer to this call; it was called with {"x": 0, "y": "a"}' in done.output
     assert list(load_tools(task.tools)) == [], "where only names are looked at"
-    with pytest.raises(TaskError, match="hold no recording"):
+    with pytest.raises(TaskError, match="have no recording"):
         load_tools(task.tools, task=replace(task, data={}))
 
 
