@@ -41,9 +41,7 @@ _SCALES = _names(
 )
 _POWERS = ("square", "sq", "cubic", "cu")
 _BEFORE = frozenset({"per", "/", *_POWERS}) | (_SCALES - {"more", "less", "over", "plus", "minus", "negative"})
-_LETTER = re.compile(
-    r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b"
-)  # a unit only if a number precedes it
+_LETTER = re.compile(r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b")  # a unit only if a number precedes it
 _NOUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("speed", "velocity", "fast"), ("m/s",)),
     **dict.fromkeys(("area", "surface"), ("m^2",)),

@@ -106,9 +106,7 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
         raise UserError(f"{what} could not be tried: {said[-500:]}", fix="report this as a bug")
     if code != 0:
         bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"
-        raise UserError(
-            f"{what} does not end within bounds ({bounds})", fix="use another template, such as hermes, or another model"
-        )
+        raise UserError(f"{what} does not end within bounds ({bounds})", fix="use another template, such as hermes, or another model")
 
 
 def _tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:

@@ -70,9 +70,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64; with --policy also further suites.")
     ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr.")] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite: its cases in place of the held-out tasks.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Attempts at each case. Default: what the case says, else its suite.")] = None,
     threshold: Annotated[float, typer.Option(help="Score from which an attempt has passed; of a case, where it has none, the mean.")] = 1.0,
