@@ -107,7 +107,7 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
         (("promote", "{run}", "--into", "{run}/s"), "which traces"),
         (("promote", "{run}", "nobody", "--into", "{run}/s"), "has no trace nobody"),
         (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "is a fault"),
-        (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "none can be a case: 1 ended in a fault"),
+        (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "can become a case: 1 ended in a fault"),
         (("promote", "{run}", "--tag", "looped", "--into", "{run}/s"), "no trace that matches these filters"),
         (("promote", "{run}", "g000000-0-a0", "--into", "{run}/s", "--threshold", "nan"), "--threshold nan"),
         (("list", "{run}/failures"), "no captured failures"),
