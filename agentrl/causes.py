@@ -17,7 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 _TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # without the reason
 _LONGEST = 600  # characters of one cause
-_INSTALLED = frozenset({"site-packages", "dist-packages"})  # of this environment, and of others that it is stacked on
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # of this environment and of those below it
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 

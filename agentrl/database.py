@@ -1,6 +1,6 @@
-"""What our SQLite files have in common: an application id and a schema that are checked, write-ahead logging, whole transactions.
+"""Opens agentrl's SQLite files: checks their application id and schema, uses write-ahead logging, and writes in transactions.
 
-A run folder may be somebody else's, so a file of ours is read as hostile: `protect` it once it is open, and ask it `within` a time.
+A run folder may come from a third party, so its files count as hostile: call `protect` after opening, and run queries `within` a time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import zstandard
 
 _RETRY_S = 0.01
-_STEPS = 20_000  # of SQLite's machine between two looks at the time
+_STEPS = 20_000  # instructions of SQLite's virtual machine between two checks of the time
 _UNPACKED = 64 << 20
 _RATIO = 256
-"""A body may unpack to `_UNPACKED` bytes, or to `_RATIO` times its size."""
+"""A body may decompress to `_UNPACKED` bytes, or to `_RATIO` times its size."""
 
 
 @contextmanager
@@ -56,13 +56,13 @@ def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
 
 
 class NotOurs(sqlite3.DatabaseError):
-    """A file that holds what agentrl does not write."""
+    """A file has content that agentrl does not write."""
 
 
 def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
-    """Bounds what the file of a connection can do: no functions in its schema, no value of more than `longest` bytes.
+    """Restricts an open file: no functions in its schema, no value of more than `longest` bytes.
 
-    Raises `NotOurs` for views, triggers, virtual tables and whatever else `schema` does not make.
+    Raises `NotOurs` for views, triggers, virtual tables and everything else that `schema` does not create.
     """
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
     db.execute("PRAGMA trusted_schema = OFF")
@@ -71,7 +71,7 @@ def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 <
     for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"):
         made = _MAKES.match(sql if isinstance(sql, str) else "")
         if made is None or tuple(made.groups()) not in ours or _COMPUTED.search(sql):
-            raise NotOurs(f"it holds a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
+            raise NotOurs(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
 
 
 _MAKES = re.compile(r"CREATE (TABLE|INDEX) (\w+)(?: ON (\w+))? \(")
@@ -80,7 +80,7 @@ _COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
 
 @contextmanager
 def within(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
-    """Around queries, which may take so long together. Raises `sqlite3.OperationalError`."""
+    """Limits the total time of the queries in the block. Raises `sqlite3.OperationalError`."""
     until = time.monotonic() + seconds
     db.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
     try:
@@ -94,13 +94,13 @@ def within(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
 
 
 def unpacked(body: object, *, most: int | None = None) -> bytes:
-    """The content of a zstd-compressed column. Raises `ValueError` for more than `most` bytes, and for what is no such content."""
+    """Decompresses the content of a zstd column. Raises `ValueError` for more than `most` bytes, and for invalid content."""
     if not isinstance(body, bytes):
-        raise ValueError(f"it holds {type(body).__name__} where bytes are due")
+        raise ValueError(f"it has a value of type {type(body).__name__} instead of bytes")
     bound = max(_UNPACKED, _RATIO * len(body)) if most is None else most
     try:
         if zstandard.frame_content_size(body) > bound:
-            raise ValueError(f"it unpacks to more than {bound >> 20} MiB")
+            raise ValueError(f"it decompresses to more than {bound >> 20} MiB")
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=bound)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error

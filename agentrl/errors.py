@@ -66,7 +66,7 @@ class ServingError(InfrastructureError):
 
 
 class ServerDied(ServingError):
-    """The inference server died, or was replaced, before it had answered a request."""
+    """The inference server died or was replaced before it answered a request."""
 
 
 class RequestRefused(ServingError):

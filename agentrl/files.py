@@ -17,7 +17,7 @@ from typing import Any
 
 from agentrl import foreign
 
-_MOST_OF_LINES = 4 << 30  # bytes of a file of lines
+_MOST_OF_LINES = 4 << 30  # maximum bytes of a file of lines
 _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
@@ -157,8 +157,8 @@ def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without their ends; none where there is no file. A torn last line is not one. Raises `ValueError` for what is no
-    regular file."""
+    """The lines of a file, without line ends; empty if the file is missing. Excludes an incomplete last line. Raises `ValueError` if the
+    path is not a regular file."""
     try:
         return foreign.content(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
     except FileNotFoundError:

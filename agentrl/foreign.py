@@ -1,7 +1,7 @@
-"""Files that somebody else may have written: run folders, suites, traces, models. They are regular, bounded, and where they say they are.
+"""Opens files that a third party may have written: run folders, suites, traces, models. Only regular, bounded files are read.
 
-A pipe would wait for ever, a device never end, and a link show what its reader alone may read. What is wrong is a `ValueError`, which
-quotes nothing of the file; what the system says is its own `OSError`.
+A pipe would block for ever, a device would never end, and a link could show a file that only its reader may read. A rejected file raises
+`ValueError`, whose message quotes nothing of the file. Errors of the system stay `OSError`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import BinaryIO
 
 @contextmanager
 def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
-    """A file, open for reading.
+    """Opens a file for reading.
 
     Args:
-        inside: the folder that it must be in, links followed. None: links may lead anywhere, as for a path that a person has typed.
+        inside: the folder that must contain the file after links are followed. None allows any target, as for a path that a user typed.
 
-    Raises `ValueError` for what is no regular file, or in another folder.
+    Raises `ValueError` if the path is not a regular file or is outside `inside`.
     """
-    found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # looks, and opens no device or pipe
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe
     try:
         mode = os.fstat(found).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
-            raise ValueError("is no regular file")
+            raise ValueError("is not a regular file")
         real = Path(os.readlink(f"/proc/self/fd/{found}"))
         if inside is not None and not real.is_relative_to(inside.resolve()):
-            raise ValueError(f"is a link to a file outside of {inside}")
+            raise ValueError(f"is a link to a file outside {inside}")
         try:
             file = open(f"/proc/self/fd/{found}", "rb")  # noqa: SIM115 - closed below
         except OSError as error:
@@ -45,7 +45,7 @@ def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def content(path: Path, *, most: int, inside: Path | None = None) -> bytes:
-    """The bytes of a file. Raises `ValueError` for more than `most`, and what `opened` raises."""
+    """Returns the bytes of a file. Raises `ValueError` if there are more than `most`, and the errors of `opened`."""
     with opened(path, inside=inside) as file:
         data = file.read(most + 1)
     if len(data) > most:

@@ -17,7 +17,7 @@ FACTOR = 10.0
 LEAST_S = 60.0
 """Shortest deadline: longer than the pauses of a busy machine."""
 SOUND_S = 600.0
-"""Seconds of work after which an earlier failure of the part does not count any more."""
+"""Seconds of work after which earlier failures of the part no longer count."""
 _HISTORY = 1024  # newest durations of one kind of work
 _LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
 
@@ -101,9 +101,9 @@ class Liveness:
 
 
 class Restarts:
-    """The restarts of one part in a row. A part that has worked for `sound_s` since its last start counts from 0 again.
+    """Counts the restarts of one part in a row. The count returns to 0 when the part has worked for `sound_s` since its last start.
 
-    So a part that cannot work ends the run soon, and rare failures do not add up over a long one.
+    So a part that cannot work ends the run soon, and rare failures do not add up over a long run.
     """
 
     def __init__(self, *, sound_s: float = SOUND_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,9 +127,9 @@ class Restarts:
 
 
 class Answers:
-    """The liveness of a part that answers questions of many episodes and is not this run's to check: an MCP server, a judge's endpoint.
+    """The liveness of an external part that answers questions of many episodes: an MCP server or a judge's endpoint.
 
-    Time counts while any question waits. Without an answer for `deadline_s` of it the part counts as stuck until it answers.
+    Time counts while any question waits. After `deadline_s` of such time without an answer, the part counts as stuck until it answers.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Answers:
         """
         Args:
             what: the part's name in messages.
-            fix: what a person can do if it does not answer.
+            fix: what the user can do if the part does not answer.
             first_s: deadline in seconds before the first answer.
         """
         self.what, self.fix = what, fix
@@ -148,7 +148,7 @@ class Answers:
 
     @contextmanager
     def question(self) -> Iterator[None]:
-        """Around one question, with everything that is tried for it."""
+        """Counts the block as one waiting question, including its retries."""
         _asked.add(self)
         self._count()
         self._waiting += 1
@@ -159,7 +159,7 @@ class Answers:
             self._waiting -= 1
 
     def answered(self, seconds: float) -> None:
-        """Records an answer, which took so many seconds."""
+        """Records an answer that took this many seconds."""
         self._looked, self._silent_s = self._clock(), 0.0
         self._longest_s = max(self._longest_s or 0.0, seconds)
 
@@ -169,11 +169,11 @@ class Answers:
         return self._first_s if self._longest_s is None else max(self._least_s, FACTOR * self._longest_s)
 
     def overdue(self) -> str:
-        """The reason why it counts as stuck; empty if it answers, or has not been asked for long enough. Call it regularly."""
+        """The reason why the part counts as stuck; empty if it answers, or if no question has waited long enough. Call it regularly."""
         self._count()
         if self._silent_s <= (deadline := self.deadline_s):
             return ""
-        before = "it never has" if self._longest_s is None else f"longest so far: {self._longest_s:.1f} s"
+        before = "no answer so far" if self._longest_s is None else f"longest so far: {self._longest_s:.1f} s"
         return f"{self.what} has answered nothing for {self._silent_s:.0f} s ({before}; deadline: {deadline:.0f} s)"
 
     def _count(self) -> None:
@@ -187,5 +187,5 @@ _asked: WeakSet[Answers] = WeakSet()
 
 
 def asked() -> list[Answers]:
-    """The parts of this process that have been asked anything."""
+    """The parts of this process that have received a question."""
     return list(_asked)

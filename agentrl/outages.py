@@ -105,7 +105,7 @@ _SAYS = re.compile(
 _FIELD = re.compile(rf"\"(?:code|status|status_?code|http_?status)\"\s{{0,4}}:\s{{0,4}}\"?{_STATUS}\b(?!\.\d)", re.IGNORECASE)
 _ERROR_FIELD = re.compile(r"\"(?:errors?|exception|message)\"\s{0,4}:", re.IGNORECASE)
 """In JSON, a status is an error report only next to a field that describes the error."""
-_NEAR = 300  # characters between both
+_NEAR = 300  # maximum characters between the two
 _WORD = re.compile(r"[a-z0-9]+")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,20}://", re.IGNORECASE)
 _HOST_PORT = re.compile(

@@ -1,4 +1,4 @@
-"""Process-wide settings and facts: dying with the parent, age, garbage collection; and ending the processes that carry a mark."""
+"""Process-wide settings and facts: dying with the parent, age, garbage collection. Also ends processes that carry a mark."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def kill_marked(name: str, value: str) -> int:
-    """Kills the processes of this user that were started with the environment variable `name` at `value`; returns how many.
+    """Kills the processes of this user whose environment at their start had `name` set to `value`. Returns their number.
 
-    Programs inherit it whatever session or process group they are in, so it finds daemons. Linux only; kills none elsewhere.
+    Programs inherit the variable in any session or process group, so this finds daemons. Linux only; kills none on other systems.
     """
     wanted, killed = f"{name}={value}".encode(), 0
-    for _ in range(8):  # for what they start meanwhile
+    for _ in range(8):  # repeated, because they may start others meanwhile
         found = [pid for pid in _processes() if wanted in _environment(pid)]
         for pid in found:
             with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """What a process was started with; nothing for one of another user, and for one that has ended."""
+    """The environment of a process at its start; empty for a process of another user and for one that has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []

@@ -418,7 +418,7 @@ class PolicyServer(Policy, Protocol):
 
     @property
     def token_s(self) -> float:
-        """Seconds per sampled token of one request, measured when the server was started and had nothing else to do; 0: unknown."""
+        """Seconds per sampled token of one request, measured on the idle server at its start; 0 if unknown."""
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Returns once it answers with `version` and the logprob probe agrees. `await_probe`: wait for the learner to write version 0's."""

@@ -122,7 +122,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        """Rejects keys that do not go together: all of them at once, since a correction of one may need that of another."""
+        """Rejects inconsistent keys. Reports all of them at once, because the correction of one may require that of another."""
         checks = (
             self._combinations,
             self._every_key_acts,

@@ -20,7 +20,7 @@ TIES = 8
 may be larger; it is known to be complete when the server's list reaches beyond it."""
 
 CONSTRAINED_TOP_K = 20
-"""The `top_k` of tokens that must spell something, where `Sampling` has none. The more there are, the likelier that the last ones tie."""
+"""The `top_k` of constrained tokens if `Sampling` has none. The larger it is, the more likely the last tokens tie."""
 
 MAX_SUPPORT = MAX_TOP_K + TIES
 """Most tokens in one support."""
@@ -52,9 +52,9 @@ class Sampling(Record):
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def constrained(self) -> Self:
-        """For tokens that must spell something: those that may come next are known only from the server, as supports, which have a bound.
+        """The sampling of constrained tokens. Only the server knows the allowed tokens; it reports them as supports, which have a bound.
 
-        At temperature 0 nothing is trained, and none are needed.
+        At temperature 0 nothing is trained, and no supports are needed.
         """
         return replace(self, top_k=self.top_k or CONSTRAINED_TOP_K, supports=True) if self.temperature else self
 
@@ -152,5 +152,5 @@ class SamplingParams(Sampling):
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()  # texts that end it; the server may sample on, and the caller takes the tokens up to the first
-    constraint: str = ""  # what the tokens must spell, as the JSON of a structural tag of vLLM's; empty: anything
+    stop: tuple[str, ...] = ()  # texts that end it; the server may sample further, and the caller uses the tokens up to the first
+    constraint: str = ""  # constraint of the tokens, as the JSON of vLLM's structural tag; empty: none

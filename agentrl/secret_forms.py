@@ -1,7 +1,7 @@
-"""Recognizes secrets: by the name of a setting, flag, variable or header, by their form, and by where they are in a URL or a command.
+"""Recognizes secrets by the name of a setting, flag, variable or header, by their form, and by their position in a URL or a command.
 
 A name such as `api_key` or `db_pass` marks every value as a secret. A name such as `eos_token` or `sort_key` is ambiguous: it marks only
-values that look generated. Placeholders (`$TOKEN`, `<token>`), references (`env:NAME`) and `true` are no secrets. Imports only the
+values that look generated. Placeholders (`$TOKEN`, `<token>`), references (`env:NAME`) and `true` are not secrets. Imports only the
 standard library.
 """
 
@@ -40,7 +40,7 @@ _TOKEN_IN_TEXT = _names(
     "eos bos pad unk mask sep cls eot eom eod fim prefix suffix middle image video audio stop start end begin special think thinking tool "
     "call role user system assistant turn first last next previous per page continuation continue sync new oov blank space newline decoder "
     "forced draft message text word vocabulary boundary separator delimiter"
-)  # tokens of language models and of pages of results
+)  # tokens of language models and of result pages
 _SWITCHES = _names(
     "no use skip with without require requires allow show print prompt ask disable enable save reset check hide has is needs"
 )
@@ -56,7 +56,7 @@ _PLACEHOLDER = re.compile(
     r"""|(?i:true|false|yes|no|none|null|on|off|auto|\d))?["']?""",
     re.DOTALL,
 )
-_MIXED = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[^\s<>|]{6,}")  # as passwords are, and words of a model's vocabulary are not
+_MIXED = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[^\s<>|]{6,}")  # matches passwords, but not words of a model's vocabulary
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
 _TOKEN = re.compile(
     r"\b(sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}|gl(pat|rt|dt)-[A-Za-z0-9_-]{20,}"
@@ -92,7 +92,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def marks_secret(name: str) -> bool:
-    """Whether a name marks every value as a secret, by its last words."""
+    """Whether the last words of a name mark every value as a secret."""
     words = _words(name)
     if not words or words[0] in _SWITCHES:
         return False
@@ -128,7 +128,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def looks_generated(text: str) -> bool:
-    """Whether a text looks like a generated key: a UUID, or at least 16 letters and digits that alternate, and no path."""
+    """Whether a text looks like a generated key: a UUID, or at least 16 letters and digits in alternation. A path does not."""
     if _UUID.fullmatch(text):
         return True
     if re.match(r"[/~.]", text) or re.search(r"\s", text):
@@ -145,7 +145,7 @@ def holds_secret(text: str) -> bool:
 
 
 def hidden(text: str, mark: str) -> str:
-    """The text with `mark` in place of logins in URLs and of the tokens of webhooks."""
+    """Replaces logins in URLs and tokens of webhooks by `mark`."""
     if "://" not in text:
         return text
     text = _WEBHOOK.sub(lambda match: f"{match[1]}{mark}", text)
@@ -154,9 +154,9 @@ def hidden(text: str, mark: str) -> str:
 
 
 def login_end(rest: str) -> int:
-    """Where the login ends in what follows the `://` of a URL: the index of its `@`, or 0 if there is no login.
+    """The index of the `@` that ends the login of a URL, or 0 if there is no login.
 
-    A login is `user:password`, or a generated token alone. A password may contain `@`, `/`, `?` and `#`.
+    `rest` is the text after `://`. A login is `user:password`, or a generated token alone. A password may contain `@`, `/`, `?` and `#`.
     """
     user, colon, after = rest.partition(":")
     if colon and not re.search(r"[/?#@\[]", user):
@@ -181,10 +181,10 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][\w.-]*)=(.+)", re.DOTALL)
 
 
 def in_command(words: Sequence[str], *, shell: bool = False) -> Iterator[str]:
-    """The flags, variables and headers of a program's arguments that a secret follows; never the secret.
+    """Yields the flags, variables and headers in a program's arguments that precede a secret, but not the secret.
 
     Args:
-        shell: the words are from a shell text, in which `name=value` may be code, and only `NAME=value` is a variable.
+        shell: whether the words come from a shell command. There `name=value` may be code, so only `NAME=value` counts as a variable.
     """
     program = ""
     words = [word.rstrip(";") for word in words] if shell else list(words)
@@ -205,7 +205,7 @@ def in_command(words: Sequence[str], *, shell: bool = False) -> Iterator[str]:
 
 
 def split(text: str) -> list[str]:
-    """The words of a shell text; split at white space if its quotes do not match."""
+    """The words of a shell command, split at white space if its quotes do not match."""
     try:
         return shlex.split(text[:_LONGEST_COMMAND])
     except ValueError:
@@ -213,7 +213,7 @@ def split(text: str) -> list[str]:
 
 
 def _login_flag(program: str, word: str, after: str) -> str:
-    """The flag after which a program takes `user:password` or a password; empty if there is none."""
+    """The flag that precedes `user:password` or a password; empty if there is none."""
     if password := _PASSWORD_FLAGS.get(program, ""):
         apart = program in ("sshpass", "redis-cli") and word == password
         value = after if apart else word[2:] if word.startswith(password) else ""
@@ -232,7 +232,7 @@ def _login_flag(program: str, word: str, after: str) -> str:
 
 
 def _assigned(word: str, *, shell: bool) -> str:
-    """The variable of `API_KEY=abc`, if its value is a secret; else empty."""
+    """The variable's name in `API_KEY=abc` if its value is a secret; else empty."""
     match = _ASSIGNMENT.fullmatch(word)
     if match is None or (shell and not match[1].isupper()):
         return ""

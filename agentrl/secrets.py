@@ -61,7 +61,7 @@ def _checked(text: str, where: str, fix: str) -> str:
 
 
 def registered(secret: str) -> str:
-    """Returns the secret unchanged. From then on, `redacted` hides it, and what alone is secret in it: a URL's password or token."""
+    """Returns the secret unchanged. From then on, `redacted` hides it, and also the password or token of a URL in it."""
     _read.add(secret)
     for rest in re.findall(r"://(\S+)", secret):
         login = rest[: secret_forms.login_end(rest)]
@@ -107,7 +107,7 @@ def literals(value: Any, where: str = "") -> Iterator[str]:
 
 
 def _under(key: str, value: Any, path: str) -> Iterator[str]:
-    """As `literals`, for the value of a key."""
+    """The error messages of `literals` for the value of a key."""
     if isinstance(value, Mapping) and secret_forms.marks_secrets(key):
         for name, one in value.items():
             yield from _under(key, one, f"{path}.{name}")
@@ -121,7 +121,7 @@ def _under(key: str, value: Any, path: str) -> Iterator[str]:
 
 
 def _is_pin(key: str, value: Any) -> bool:
-    """Whether a value is a password of digits, which an override on the command line makes a number. `token: 50256` is none."""
+    """Whether a value is a password of digits, which a command-line override turns into a number. `token: 50256` is not."""
     return type(value) is int and abs(value) > 999 and secret_forms.marks_secret(key) and not key.lower().endswith("token")
 
 
@@ -131,7 +131,7 @@ def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Itera
 
 
 def redacted(text: str) -> str:
-    """The text without the secrets that this process has read or has in its environment, and without logins and webhooks in URLs."""
+    """Removes from a text the secrets that this process has read or has in its environment, and logins and webhooks in URLs."""
     for secret in sorted(_read | _in_environment(), key=len, reverse=True):
         for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), quote(secret)}:
             if len(secret) >= _SHORTEST and form in text:

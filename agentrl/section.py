@@ -190,7 +190,7 @@ def describe(error: ValidationError) -> str:
 
 
 def _cut(value: object) -> str:
-    """A wrong value as a person needs to see it: its beginning, where it is long. A secret is not shown."""
+    """A wrong value for an error message, shortened if it is long. A secret is not shown."""
     shown = secrets.HIDDEN if any(secrets.literals(value)) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
@@ -262,7 +262,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
             node[part] = {}  # an override turns an optional section on
         node, model = node[part], inner
         if not isinstance(node, dict):
-            raise RecipeError(f"{where}: a section is wanted, not {_cut(node)}")
+            raise RecipeError(f"{where}: expected a section, got {_cut(node)}")
     if leaf not in model.model_fields:
         raise RecipeError(f"{dotted}: {unknown(leaf, model.model_fields)}")
     node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value
@@ -277,5 +277,5 @@ def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: 
         return
     one = held[name] = held.get(name) or {}
     if not isinstance(one, dict):
-        raise RecipeError(f"{where}.{name}: a section is wanted, not {_cut(one)}")
+        raise RecipeError(f"{where}.{name}: expected a section, got {_cut(one)}")
     _assign(one, model, ".".join(rest), value)

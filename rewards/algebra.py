@@ -186,7 +186,7 @@ class NoScalar(ValueError):
 
 
 def _of_same_function(truth: Node, answer: Node) -> Node | None:
-    """The truth with the answer's variable, if both define the same function: f(t) = t^2 and f(x) = x^2, or y = x^2 and f(x) = x^2."""
+    """The truth in the answer's variable, if both define the same function: f(t) = t^2 and f(x) = x^2, or y = x^2 and f(x) = x^2."""
     names = truth.parts[0], answer.parts[0]
     if names[0] == names[1]:
         return truth
@@ -216,7 +216,7 @@ _ALL_REALS = ("all real numbers", "real numbers", "the real numbers", "all reals
 
 
 def _reals(node: Node) -> Node:
-    """Without the notations of all real numbers, and of all but a few, as intervals: R, R without {1}, x != 1."""
+    """Replaces notations of all real numbers, or of all except some, by intervals: R, R without {1}, x != 1."""
     if node == Node("symbol", value="mathbb R") or (node.kind == "word" and str(node.value).casefold() in _ALL_REALS):
         return _EVERYTHING
     if node.kind == "relation" and node.value == "\\ne" and node.parts[0].kind == "symbol" and not symbols(node.parts[1]):
@@ -228,7 +228,7 @@ def _reals(node: Node) -> Node:
 
 
 def _without(points: Sequence[Node]) -> Node | None:
-    """The real numbers without some points, as a union of open intervals; None if they are no numbers."""
+    """The real numbers without some points, as a union of open intervals; None if the points are not numbers."""
     known = [(value, point) for point in points if (value := literal(point)) is not None]
     if len(known) < len(points) or not points or len({value for value, _ in known}) < len(points):
         return None

@@ -1,8 +1,8 @@
-"""What a question asks for: units that an answer may have though the truth is written without one.
+"""Finds the units that a question asks for: an answer may have such a unit even if the truth has none.
 
-A dataset's truth is often the bare number ("18") where its question names the unit ("How many dollars does she earn?"). An answer with that
-unit is the same value. Any other unit may change the value, and stays wrong: one that the question does not name, or that it names for
-something else ("60 miles in 2 hours: how many miles per hour?").
+A dataset's truth is often a bare number ("18") if its question names the unit ("How many dollars does she earn?"). An answer with that
+unit is the same value. Any other unit may change the value and is wrong: a unit that the question does not name, or that it names for
+another quantity ("60 miles in 2 hours: how many miles per hour?").
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ _SCALES = _names(
 )
 _POWERS = ("square", "sq", "cubic", "cu")
 _BEFORE = frozenset({"per", "/", *_POWERS}) | (_SCALES - {"more", "less", "over", "plus", "minus", "negative"})
-_LETTER = re.compile(
-    r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b"
-)  # no unit, unless a number is before it
+_LETTER = re.compile(r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b")  # a unit only if a number precedes it
 _NOUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("speed", "velocity", "fast"), ("m/s",)),
     **dict.fromkeys(("area", "surface"), ("m^2",)),
@@ -55,14 +53,14 @@ _NOUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("weight", "mass", "heavy"), ("kg",)),
     "long": ("m", "s"),
 }
-"""A noun of a question, and units of the dimensions that its answer may have."""
+"""Noun of a question -> units of the dimensions that its answer may have."""
 
 
 def names_unit(prompt: str, named: str) -> bool:
     """Whether the question asks for this unit of an answer (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural.
 
-    What follows the last "how many", or else the last "in" before a known unit, decides. Without either, the question must name the unit
-    anywhere, and it must be of the dimension of what is asked for ("What is the area").
+    The words after the last "how many" decide, else those after the last "in" before a known unit. If the question has neither, it must
+    name the unit anywhere, and the unit must have the dimension of the requested quantity ("What is the area").
     """
     asked = _asked(prompt)
     if (found := unit(named)) is not None and found == unit("$"):
@@ -83,17 +81,17 @@ def names_unit(prompt: str, named: str) -> bool:
     base = [word for word in words if not word.startswith("^") and word.lower() not in _POWERS]
     known = _within(words, said) or (
         base != words and _noun(prompt) != "" and _within(base, said)
-    )  # cm^2 of an area, where sides are in cm
+    )  # cm^2 for an area if the sides are in cm
     return known and not plain & _SCALES and _fits(words, prompt)
 
 
 def names_percent(prompt: str) -> bool:
-    """Whether the question asks for a percentage, so that 18 and 18% are one answer to it."""
+    """Whether the question asks for a percentage, so that 18 and 18% are the same answer."""
     return _PERCENT.search(prompt) is not None
 
 
 def _asked(prompt: str) -> list[str] | None:
-    """The words of what is asked for: after the last "how many", else after the last "in" with a known unit; None if there is neither."""
+    """The words after the last "how many", else those after the last "in" before a known unit; None if there is neither."""
     many = list(_MANY.finditer(prompt))
     if many and (many[-1][1] or "").lower() != "much":
         words = _words(many[-1][2])[:LONGEST_PHRASE]
@@ -103,7 +101,7 @@ def _asked(prompt: str) -> list[str] | None:
 
 
 def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
-    """Whether a phrase names this unit: in the same words or, if both are known, as the same unit. Of "miles per hour", "miles" is none."""
+    """Whether a phrase names this unit: in the same words or, if both are known, as the same unit. "miles per hour" is not "miles"."""
     mine, plain = _prefix(words), [_singular(word) for word in words]
     for start in range(len(phrase)):
         if start and _singular(phrase[start - 1]) in _BEFORE:
@@ -117,7 +115,7 @@ def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
 
 
 def _prefix(words: Sequence[str]) -> Unit | None:
-    """The unit that the first words name, as many as possible; None if they name none, or a part of another unit."""
+    """The unit that the longest run of first words names; None if they name none, or only a part of another unit."""
     for end in range(min(len(words), 6), 0, -1):
         found = _unit(words[:end])
         if found is not None:
@@ -127,12 +125,12 @@ def _prefix(words: Sequence[str]) -> Unit | None:
 
 @lru_cache(maxsize=4096)
 def _begins(word: str) -> bool:
-    """Whether a unit may begin with this word."""
+    """Whether a unit may start with this word."""
     return word.lower() in _POWERS or unit(word) is not None or unit(word.lower()) is not None
 
 
 def _extends(word: str) -> bool:
-    """Whether a word after a unit makes another unit of it."""
+    """Whether a word after a unit turns it into another unit."""
     return word.lower() in ("per", "/", "squared", "cubed") or word.startswith("^")
 
 
@@ -153,7 +151,7 @@ def _unit(words: Sequence[str]) -> Unit | None:
 
 
 def _fits(words: Sequence[str], prompt: str) -> bool:
-    """Whether a unit is of a dimension that the answer may have."""
+    """Whether a unit has a dimension that the answer may have."""
     found, noun = _unit(words), _noun(prompt)
     allowed = (unit(name) for name in _NOUNS.get(noun, ()))
     return found is None or not noun or any(one is not None and found.powers == one.powers for one in allowed)

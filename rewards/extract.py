@@ -1,6 +1,6 @@
-r"""Finds the one final answer in what was submitted: in the last `\boxed{}` or after the last `####`, else after the last "answer is".
+r"""Finds the final answer in a submission: in the last `\boxed{}` or after the last `####`, else after the last "answer is".
 
-Only these marks count, so that what is judged is one guess: without a mark it is everything that was submitted.
+Only these marks count, so that exactly one answer is judged. Without a mark, the answer is the full submission.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # Markdown's
 
 
 def final(text: str) -> str:
-    """What the last mark marks, or the whole text if there is none; without white space, bold and a full stop around it."""
+    """The text at the last mark, or all of it if there is no mark, without surrounding white space, bold and a final full stop."""
     box = max((match.end() for match in _BOX.finditer(text)), default=-1)
     if (hashes := text.rfind(_HASHES)) > box:
         text = text[hashes + len(_HASHES) :].strip().partition("\n")[0]
@@ -27,7 +27,7 @@ def final(text: str) -> str:
 
 
 def expression(text: str) -> str:
-    """The expression that is judged: `final`, and in it the last `$...$`, if there is one; empty if its braces do not balance."""
+    """The expression that is judged: the last `$...$` of `final` if it has one, else `final`; empty if its braces do not balance."""
     text = final(text)
     if inline := list(_INLINE.finditer(text)):
         text = bare(next(filter(None, inline[-1].groups()), ""))
@@ -35,14 +35,14 @@ def expression(text: str) -> str:
 
 
 def formulas(text: str) -> list[str]:
-    """What is between `$` signs and the like in a text."""
+    r"""The formulas of a text: what is inside `$...$`, `\(...\)` and `\[...\]`."""
     return [next(filter(None, match.groups()), "") for match in _INLINE.finditer(text)]
 
 
 def bare(text: str) -> str:
-    """The text without white space, Markdown's bold and a full stop around it."""
+    """The text without surrounding white space, Markdown's bold and a final full stop."""
     text = text.strip()
-    if text.count("**") == 1:  # of bold that began before the mark, as in **Answer: 5**
+    if text.count("**") == 1:  # the bold started before the mark, as in **Answer: 5**
         text = text.removesuffix(".").removesuffix("**").removeprefix("**").strip()
     if (bold := _BOLD.fullmatch(text)) is not None:
         text = bold[1].strip()
@@ -50,7 +50,7 @@ def bare(text: str) -> str:
 
 
 def closing(text: str) -> int:
-    """Where the brace closes that was open before `text`; its length when none does; -1 when one in it stays open."""
+    """The index in `text` that closes a brace opened before it; the length of `text` if there is none; -1 if a brace in it stays open."""
     depth, escaped = 0, False
     for at, letter in enumerate(text):
         if not escaped:

@@ -32,7 +32,7 @@ class JsonSchema(Configured):
 
     The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth, where whole numbers equal
     floats of the same value, and the parts `fits` and `equal` tell the two apart. NaN, Infinity and repeated keys are no JSON here.
-    Formats are checked, and one that cannot be checked is the task's fault; patterns mean what they do in ECMAScript.
+    Formats are checked; a format that cannot be checked is the task's fault. Patterns have the meaning of ECMAScript.
     A form alone says nothing of what is right: it is a part or a gate of a rubric, unless the schema leaves one answer.
     """
 
@@ -134,7 +134,7 @@ def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
         kind.check_schema(schema)
         checker = _checker(kind.FORMAT_CHECKER)
         if unknown := sorted(set(_formats(schema)) - set(checker.checkers)):
-            return told | {"schema": f"format {unknown[0][:80]!r} cannot be checked: use a pattern, or leave it out"}
+            return told | {"schema": f"format {unknown[0][:80]!r} cannot be checked: use a pattern, or remove it"}
         value = strict_json(request["text"])
         strict = jsonschema.validators.extend(kind, {"pattern": _pattern})
         error = next(iter(strict(schema, registry=Registry(), format_checker=checker).iter_errors(value)), None)
@@ -154,7 +154,7 @@ _DATA = frozenset({"enum", "const", "default", "examples"})
 
 
 def _formats(schema: Any) -> Iterator[str]:
-    """The values of `format` in a schema and in the schemas in it."""
+    """The values of `format` in a schema and its nested schemas."""
     if isinstance(schema, list):
         for one in schema:
             yield from _formats(one)
@@ -169,7 +169,7 @@ def _formats(schema: Any) -> Iterator[str]:
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
-    """`pattern` as in ECMAScript: `$` is the end of the text and not also the place before a last line break, and \\d is an ASCII digit."""
+    """`pattern` as in ECMAScript: `$` matches only the end of the text, not before a final line break, and \\d matches ASCII digits."""
     from jsonschema import ValidationError
 
     if validator.is_type(instance, "string") and not re.search(_END.sub(_to_the_end, pattern), instance, re.ASCII):
@@ -186,7 +186,7 @@ def _to_the_end(match: re.Match[str]) -> str:
 
 
 def _checker(known: Any) -> Any:
-    """A checker of formats: the package's, with e-mail addresses, and dates and times of RFC 3339."""
+    """The format checker of the package, with stricter checks of e-mail addresses and of dates and times (RFC 3339)."""
     from jsonschema import FormatChecker
 
     checker = FormatChecker(formats=())

@@ -31,7 +31,7 @@ def read(text: str) -> Node:
 
 
 def _label(text: str) -> str:
-    """A date or a name with a number (`June 20`, `Room 5`) in standard form; empty for other texts."""
+    """The standard form of a date or of a name with a number (`June 20`, `Room 5`); empty for other texts."""
     wrapped = _WRAPPED.fullmatch(text)
     inside = " ".join((wrapped[1] if wrapped else text).split())
     if not re.search(r"\d", inside) or not re.fullmatch(r"[A-Za-z0-9 ,.:'()-]+", inside):
@@ -45,7 +45,7 @@ def _label(text: str) -> str:
 
 
 def _date(text: str) -> str:
-    """A day of a month, with or without a year, as `june 20` or `june 20 2010`; empty for other texts."""
+    """The standard form of a date with or without a year, `june 20` or `june 20 2010`; empty for other texts."""
     pieces = re.split(r"[ ,]+", text)
     matches = [_DATE_PART.fullmatch(piece) for piece in pieces if piece not in ("of", "the")]
     names = [match[1].lower() for match in matches if match is not None and match[1]]

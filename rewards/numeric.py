@@ -22,7 +22,7 @@ from rewards.extract import final
 from rewards.units import ONE, Unit, unit
 
 LONGEST = 4000  # characters of a submission
-LONGEST_NUMBER = 200  # characters of the number in it
+LONGEST_NUMBER = 200  # characters of the number in a submission
 LONGEST_PROMPT = 20_000
 RELATIVE = 1e-6
 _EXPONENT = r"(?:([+-]?\d{1,3})|\{([+-]?\d{1,3})\}|\(([+-]?\d{1,3})\))"
@@ -40,7 +40,7 @@ _MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"
 _CURRENCY = re.compile(r"US\$|[$\u20ac\u00a3]|(?:USD|EUR|GBP)(?=\s*[\d.+-])")
 _RAISED = re.compile("(?<![0-9.])10([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
-_LATEX = (  # what a number in LaTeX may contain, and how it is written without
+_LATEX = (  # LaTeX that a number may contain, and its plain form
     (re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}", re.ASCII), r" \1/\2"),
     (re.compile(r"\\(?:text|mathrm)\s*\{([^{}\\]*)\}"), r" \1"),
     (re.compile(r"\\([$%])"), r"\1"),
@@ -52,7 +52,7 @@ _LATEX = (  # what a number in LaTeX may contain, and how it is written without
 
 
 class Amount(NamedTuple):
-    """A number as it was written, and the name of its unit; empty: it was written without one."""
+    """A number as it was written, and the name of its unit, empty if it was written without a unit."""
 
     value: Fraction
     name: str
@@ -127,14 +127,14 @@ class Numeric(Configured):
         told = f"answer {text[:SHOWN]!r}, truth {truth!r}"
         given = amount(text)
         if given is None:
-            return wrong(f"{told}: no number")
+            return wrong(f"{told}: the answer is not a number")
         if not given.name and rules.must_name_unit:
             return wrong(f"{told}: without a unit")
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         meant = list(_meant(given, written, prompt)) if not rules.unit else [_in_base_units(given)]
         fitting = [one for one in meant if one is not None and (one.unit or written_in).powers == written_in.powers]
         if not fitting:
-            return wrong(f"{told}: not in a unit of the truth, or one that the question asks for")
+            return wrong(f"{told}: the answer's unit is not the truth's, nor one that the question asks for")
         return Score(value=float(any(rules._same(one, wanted, written_in) for one in fitting)), evidence=told)
 
     def _same(self, given: Quantity, wanted: Quantity, written_in: Unit) -> bool:
@@ -145,7 +145,7 @@ class Numeric(Configured):
 
 
 def _meant(given: Amount, truth: Amount, prompt: str) -> Iterator[Quantity | None]:
-    """What an answer may mean where the verifier has no unit. A quantity without a unit is in the truth's."""
+    """The quantities that an answer may mean if the verifier has no unit. A quantity without a unit is in the truth's unit."""
     known, wanted = _in_base_units(given), _in_base_units(truth)
     assert wanted is not None, "a truth with a known unit"
     has_dimension = wanted.unit is not None and any(wanted.unit.powers)
@@ -165,7 +165,7 @@ def _is_percent(written: Amount) -> bool:
 
 
 def quantity(text: str) -> Quantity | None:
-    """A number with or without a known unit behind it, or a currency on either side; None: it is neither."""
+    """A number with or without a known unit after it, or with a currency on either side; None for any other text."""
     written = amount(text)
     return None if written is None else _in_base_units(written)
 
@@ -176,7 +176,7 @@ def _in_base_units(written: Amount) -> Quantity | None:
 
 
 def amount(text: str) -> Amount | None:
-    """A number and the name of its unit; None: the text is no number, or has two different currencies."""
+    """A number and the name of its unit; None if the text is not a number, or has two different currencies."""
     text = _without_latex(text.strip().removesuffix(".").translate(_MINUS))
     accounts = text.startswith("(") and text.endswith(")")
     sign, currency, text = _opening(text[1:-1] if accounts else text)
@@ -184,16 +184,16 @@ def amount(text: str) -> Amount | None:
     if found is None or sign is None or (accounts and (sign or not currency)):
         return None
     value, rest = found
-    if currency and rest and unit(rest) != unit(currency):  # $5 USD, and not $5 m
+    if currency and rest and unit(rest) != unit(currency):  # $5 USD is a number, $5 m is not
         return None
     return Amount(-value if accounts or sign == "-" else value, currency or rest)
 
 
 def _number(text: str) -> tuple[Fraction, str] | None:
-    """The number that a text begins with, and what follows it."""
+    """The number at the start of a text, and the rest of the text."""
     if match := _FRACTION.match(text):
         above, below = int(match[2]), int(match[3])
-        if above % below == 0 or (match[1] and above > below):  # 10/2 is work that is not done
+        if above % below == 0 or (match[1] and above > below):  # 10/2 is unfinished arithmetic
             return None
         value = int(match[1] or 0) + Fraction(above, below)
     elif match := _TEN.match(text) or _NUMBER.match(text):
@@ -211,7 +211,7 @@ def _number(text: str) -> tuple[Fraction, str] | None:
 
 
 def _without_latex(text: str) -> str:
-    """The number without LaTeX around and in it."""
+    """The number without LaTeX."""
     text = _RAISED.sub(lambda match: "10^" + match[1].translate(_POWERS), text)
     if (dollars := re.fullmatch(r"\$([^$]+)\$", text)) is not None:
         text = dollars[1].strip()

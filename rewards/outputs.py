@@ -36,8 +36,8 @@ class Outputs(Configured):
     """1 when every path holds what the truth says, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
 
     Text is UTF-8; a byte order mark, line ends and white space at the end of the file play no part. In tables the order of columns plays no
-    part, nor that of rows unless `row_order`; cells that are numbers are compared as numbers. Nothing may be at an absent path, also no
-    folder or link: what could not be taken is not absent, and neither is anything when the episode ran out of time.
+    part, nor that of rows unless `row_order`; cells that are numbers are compared as numbers. Nothing may be at an absent path, not even a
+    folder or a link. A file that could not be collected does not count as absent, nor does any file of an episode that ran out of time.
     """
 
     name: ClassVar[str] = "outputs"
@@ -56,10 +56,11 @@ class Outputs(Configured):
             raise TaskError(f"task {task.id}: the truth of its outputs is no object of paths")
         for path, due in truth.items():
             if not any(matches(pattern, path) for pattern in task.outputs):
-                raise TaskError(f"task {task.id}: its truth has {path}, which is none of its outputs", fix="add the path to Task.outputs")
+                raise TaskError(f"task {task.id}: its truth has {path}, which is not an output", fix="add the path to Task.outputs")
             if isinstance(due, Mapping) and "absent" in due and path not in task.outputs:
                 raise TaskError(
-                    f"task {task.id}: {path} must be absent", fix="add the path itself to Task.outputs: * shows no folder there"
+                    f"task {task.id}: {path} must be absent, but only a pattern in Task.outputs matches it",
+                    fix="add the path itself to Task.outputs, because * does not match folders",
                 )
         told = await asyncio.to_thread(rules._problems, task.id, truth, episode)  # a large table takes a while to compare
         wrong = {path: problem for path, problem in told.items() if problem}
@@ -165,14 +166,14 @@ def table(text: str) -> list[list[str]]:
 
 
 def _not_absent(episode: Episode, path: str) -> str:
-    """Why it is not known that nothing is at a path; empty if it is. A folder or a link there is refused, and is no output."""
+    """Why a path may not be absent; empty if it is absent. A folder or a link at the path is rejected and is not an output."""
     if path in episode.outputs:
-        return "it is there"
+        return "the file exists"
     if episode.stop_reason == OUT_OF_TIME:
-        return "the episode ended before its files were looked at"
+        return "the episode ended before its files were collected"
     refused = [failure.message for failure in episode.failures if failure.kind == REFUSED]
     if any(f"{path}: " in message or "cannot be listed" in message or len(message) >= CUT for message in refused):
-        return "something other than a file is there, or the files could not be listed"
+        return "the path is not a file, or the files could not be listed"
     return ""
 
 

@@ -66,7 +66,7 @@ class ToolUse(Configured):
 
 
 def _calls(episode: Episode, *, succeeded: bool) -> Iterator[str]:
-    """Names of the tools that were called, in order; of the calls that gave a result that is ok, where `succeeded`.
+    """Names of the called tools, in order. With `succeeded`, only calls whose result is ok.
 
     A sub-agent's calls come after the call that started it, and those of a restarted context after the turn that it comes from.
     """

@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lerner.lr": 1.0}, r"^lerner: unknown section; did you mean learner\? known here: capture, critic, evaluation, "),
     ({"steps": 1.5}, r"^steps: Input should be a valid integer"),
     ({"steps.x": 1}, r"^steps\.x: steps has no keys of its own\n  fix: give it whole: steps=VALUE"),
-    ({"learner": 3, "learner.lr": 1.0}, r"^learner: a section is wanted, not 3"),
+    ({"learner": 3, "learner.lr": 1.0}, r"^learner: expected a section, got 3"),
     ({"learner": {"lrr": 1.0}}, r"^learner\.lrr: unknown key; did you mean lr\?"),
     ({"learner": CriticConfig()}, r"learner\.gamma: unknown key; known here: "),
     ({"objective.kl": "k3"}, r"^objective: kl and kl_coef go together"),

@@ -150,13 +150,13 @@ def in_time(seconds: int) -> Iterator[None]:
 def test_a_body_that_unpacks_to_a_gibibyte_is_refused_in_little_memory(tmp_path: Path) -> None:
     bomb = zstandard.ZstdCompressor(level=3).compress(b"\0" * (1 << 30))
     assert len(bomb) < 200_000
-    with pytest.raises(ValueError, match="unpacks to more than"):
+    with pytest.raises(ValueError, match="decompresses to more than"):
         unpacked(bomb)
     stream = zstandard.ZstdCompressor(level=3).compressobj()
     unsized = stream.compress(b"\0" * (1 << 28)) + stream.flush()
     with pytest.raises(ValueError):
         unpacked(unsized)
-    with pytest.raises(ValueError, match="str where bytes are due"):
+    with pytest.raises(ValueError, match="type str instead of bytes"):
         unpacked("text")
     assert unpacked(zstandard.ZstdCompressor().compress(b"x" * 1000)) == b"x" * 1000
     store = SqliteStore(tmp_path / "experience.sqlite")

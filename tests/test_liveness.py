@@ -263,7 +263,7 @@ def test_a_part_that_answers_nothing_is_overdue_whatever_becomes_of_each_questio
             passes(clock, live, 10)
         passes(clock, live, 600)
         assert bool(live.overdue()) == (10 * (number + 1) > 120), "only time in which it is asked counts"
-    assert live.overdue() == "MCP server search has answered nothing for 400 s (it never has; deadline: 120 s)"
+    assert live.overdue() == "MCP server search has answered nothing for 400 s (no answer so far; deadline: 120 s)"
     live.answered(3.0)
     assert live.overdue() == ""
 

@@ -1,4 +1,4 @@
-"""Arguments against the JSON schema of a tool: what it allows, what is wrong with them, and an example of what is right.
+"""Compares arguments with the JSON schema of a tool: the allowed types, the errors, and an example of valid arguments.
 
 The schema may be anybody's, such as a server's: what of it cannot be judged in bounded time (patterns, formats, references that go
 round) is not judged, and left to whoever takes the arguments.
@@ -33,21 +33,21 @@ _SAMPLES: Mapping[str, Any] = {"string": "...", "integer": 1, "number": 1.5, "bo
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a tool's schema allows one argument to be. `kinds` are its JSON types; empty: any, because the schema does not say."""
+    """The values that a tool's schema allows for one argument. `kinds` are its JSON types; empty if the schema does not restrict them."""
 
     kinds: frozenset[str]
-    fits: Callable[[Any], bool]  # whether the schema takes a value, as far as that can be judged
+    fits: Callable[[Any], bool]  # whether the schema accepts a value, as far as it is checked
 
 
 class Parameters:
-    """The parameters of a tool's function schema. All questions together look at no more than a bounded number of values."""
+    """The parameters of a tool's function schema. All queries together examine a bounded number of values."""
 
     def __init__(self, schema: Any) -> None:
         self._root = _parameters(schema)
         self._left = [_CHECKED_VALUES]
 
     def allowed(self, name: str) -> Allowed:
-        """What the argument of a name may be."""
+        """The values that the argument of this name may have."""
         found = _argument(self._root, self._root, name, 0, self._left)
         kinds = _all_kinds(found, self._root, 0, self._left)
         unsaid = len(kinds) == len(_KINDS)
@@ -107,7 +107,7 @@ def _sample(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> A
 
 
 def _wrong(one: Any, root: Mapping[str, Any], value: Any, where: str, depth: int, left: list[int]) -> list[str]:
-    """What is wrong with a value. Nothing beyond `MAX_DEPTH`, nor after `left` values have been looked at."""
+    """The errors of a value. Does not examine values beyond `MAX_DEPTH`, nor more than `left` values."""
     one = _resolved(one, root)
     left[0] -= 1
     if depth >= MAX_DEPTH or left[0] < 0:
@@ -149,7 +149,7 @@ def _wrong_object(
 
 
 def _argument(one: Any, root: Mapping[str, Any], name: str, depth: int, left: list[int]) -> Any:
-    """The schema of one property of an object, in whatever branch of the object's schema it is; None: the schema does not say."""
+    """The schema of one property of an object, in any branch of the object's schema; None if the schema does not describe it."""
     one = _resolved(one, root)
     left[0] -= 1
     if depth >= MAX_DEPTH or left[0] < 0:
@@ -158,7 +158,7 @@ def _argument(one: Any, root: Mapping[str, Any], name: str, depth: int, left: li
     found = []
     if name in _properties(one):
         found.append(_properties(one)[name])
-    elif isinstance(patterns, Mapping) and patterns:  # which of them it matches is not judged
+    elif isinstance(patterns, Mapping) and patterns:  # not checked which pattern matches
         found.append({"anyOf": list(patterns.values())})
     elif isinstance(more, Mapping):
         found.append(more)
@@ -170,7 +170,7 @@ def _argument(one: Any, root: Mapping[str, Any], name: str, depth: int, left: li
 
 
 def _all_kinds(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> frozenset[str]:
-    """The JSON types that a schema allows. All of them where it does not say, or what it says is not judged."""
+    """The JSON types that a schema allows. All types if it does not restrict them, or restricts them in an unchecked way."""
     one = _resolved(one, root)
     left[0] -= 1
     kinds = frozenset(_KINDS)
@@ -198,7 +198,7 @@ def _beyond(one: Mapping[str, Any], value: Any, where: str) -> list[str]:
 
 
 def _resolved(one: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with its reference followed, where that points into the root; anything else allows everything."""
+    """A schema after its reference is followed, if that points into the root. Any other reference allows everything."""
     for _ in range(MAX_DEPTH):
         if not isinstance(one, Mapping):
             return {}
@@ -210,7 +210,7 @@ def _resolved(one: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _pointed(root: Mapping[str, Any], where: str) -> Any:
-    """The value under a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None: there is none."""
+    """The value at a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None if there is none."""
     if not where.startswith("#") or where.count("/") > 2 * MAX_DEPTH:
         return None
     found: Any = root
@@ -236,12 +236,12 @@ def _list(one: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _values(one: Mapping[str, Any]) -> Sequence[Any] | None:
-    """The values of which a schema allows one; None: it names none."""
+    """The values of a schema's `enum` or `const`; None if it has neither."""
     return _list(one, "enum") or ([one["const"]] if "const" in one else None)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON: true is not 1."""
+    """Whether two values are the same JSON value: true is not 1."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 

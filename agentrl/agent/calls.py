@@ -4,9 +4,9 @@
 
 The forms of other models are in `agentrl.agent.forms`, and make their calls here too.
 
-What cannot be a record, because it is too long, too deep, not finite or not Unicode, is answered to the model as an error of its
-call, and scored like any other mistake. Where a call ends is decided by the grammar of its arguments: a mark of the form inside a JSON
-string is text. Reading takes time proportional to the length of the text. Of the calls of a turn after the first `MAX_CALLS`, none is read.
+If a call cannot become a record, because it is too long, too deep, not finite or not Unicode, the model gets an error, and the call is
+scored like any other mistake. The grammar of the arguments decides where a call ends: a mark of the form inside a JSON string is text.
+Reading takes time proportional to the length of the text. Calls of a turn after the first `MAX_CALLS` are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentrl.records import ToolCall
 T = TypeVar("T")
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
+_SPACE = re.compile(r"[ \t\n\r]*")  # white space of JSON
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 MAX_CALLS = 64
@@ -40,7 +40,7 @@ NOT_CLOSED = "a tool call was opened but not closed"
 
 
 class Refused(ValueError):
-    """What is wrong with a call, in words for the model. `at`: how far the text was read, if what follows may still belong to the call."""
+    """An error in a call, as text for the model. `at`: the end of the text that was read, if what follows may still belong to the call."""
 
     def __init__(self, message: str, *, at: int = 0) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class NotJson(Refused):
 
 
 class NotClosed(Refused):
-    """A call of which a part was opened that has no end, so that all text behind it may belong to it."""
+    """A call with an unclosed part, so all text after it may belong to the call."""
 
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
@@ -65,7 +65,7 @@ def read_tagged(
 ) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
     """The calls between two tags, as `read_calls`.
 
-    The grammar of a call's body decides where it ends, so a closing tag inside a text of its arguments is text.
+    The grammar of a call's body decides where it ends, so a closing tag inside a string of its arguments is text.
 
     Args:
         scan: reads a body from a position of the text, and returns it with the position of its end. It may raise `Refused`.
@@ -96,9 +96,9 @@ def read_tagged(
 def call_at(
     text: str, at: int, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
 ) -> tuple[ToolCall | Refused, int]:
-    """The call whose body starts at a position, or what is wrong with it, and the position after its closing mark; -1: there is none.
+    """The call whose body starts at a position, or its error, and the position after its closing mark, -1 if there is none.
 
-    After a body that cannot be read, the closing mark is the first one behind what was read of it.
+    For an unreadable body, the closing mark is the first one after the part that was read.
     """
     try:
         body, end = scan(text, at)
@@ -114,13 +114,13 @@ def call_at(
 
 
 def after(text: str, mark: str, at: int) -> int:
-    """The position behind the first mark from a position on; -1: there is none."""
+    """The position after the first mark at or after a position; -1 if there is none."""
     found = text.find(mark, at)
     return found if found < 0 else found + len(mark)
 
 
 def skip_space(text: str, at: int) -> int:
-    """The position of the next character that is no white space."""
+    """The position of the next character that is not white space."""
     space = _SPACE.match(text, at)
     return space.end() if space else at
 
@@ -139,9 +139,9 @@ def read_call(name: str, arguments: str) -> ToolCall | str:
 
 
 def call_of(data: Any, *, key: str = "arguments") -> ToolCall:
-    """The call that a JSON object says, its arguments under `key`; without that key, an object that says nothing else has none.
+    """The call in a JSON object, with its arguments under `key`. Without that key, an object with no other keys has no arguments.
 
-    Arguments under another name are refused, not left out. Raises `Refused`.
+    Arguments under another name are an error. Raises `Refused`.
     """
     wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
@@ -173,11 +173,11 @@ def read_json(text: str) -> Any:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value behind white space at a position of a text, and the position of its end. Raises `Refused`."""
+    """The JSON value at a position of a text, after white space, and the position of its end. Raises `Refused`."""
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
-    except Refused as error:  # of a hook, which does not know where it is
+    except Refused as error:  # from a hook, which does not know its position
         raise Refused(str(error), at=_read_to(text, at)) from None
     except json.JSONDecodeError as error:
         raise NotJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
@@ -189,11 +189,11 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _read_to(text: str, at: int) -> int:
-    """How far a text belongs to a JSON value that cannot be taken: to its end, to where it is no JSON, or all of an unfinished string."""
+    """The end of the text that belongs to a rejected JSON value: its end, the first syntax error, or the text's end in an open string."""
     try:
         return _ANY_JSON.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:
-        if error.msg.startswith("Invalid \\"):  # an escape; the string goes on behind it
+        if error.msg.startswith("Invalid \\"):  # an invalid escape; the string continues after it
             return at + _read_to(_ESCAPE.sub("xx", text[at:]), 0)
         return len(text) if error.msg.startswith("Unterminated string") else error.pos
     except RecursionError:

@@ -48,9 +48,9 @@ class ParsedCompletion:
 
 
 class ChatFormat:
-    """Exact tokens for one tokenizer, whose template becomes the one for tools if it has several.
+    """Exact tokens for one tokenizer. If it has several templates, the one for tools becomes its template.
 
-    `thinking` says how the model's thinking is told and ended; None: it has no marks of it.
+    `thinking` describes how the model's reasoning is marked and ended; None means that it has no marks.
 
     Args:
         tool_format: a form of tool calls by name (`agentrl.agent.forms.FORMS`). None: the one that reads what the template writes.
@@ -160,16 +160,16 @@ class ChatFormat:
         return [self.fenced_value(one) for one in value] if isinstance(value, list | tuple) else value
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a completion says, control tokens included, without the token that ends it."""
+        """The text of a completion, including control tokens, without the token that ends it."""
         ids = list(token_ids)
         return self._renderer.said(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
 
     def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-        """What is wrong with the arguments of a call of the tool with this schema; empty when nothing is."""
+        """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
         return problems(schema, arguments)
 
     def frame(self, name: str) -> Frame | None:
-        """What stands around the arguments of a call of this tool; None for a form that the policy cannot be held to."""
+        """The text around the arguments of a call of this tool; None if guided decoding cannot enforce the policy's form."""
         return frame(self._form.name, name)
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> ParsedCompletion:
@@ -259,11 +259,11 @@ class ChatFormat:
 
 
 def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
-    """The chat format of a model folder or id, with a `template` in place of its own; imports transformers.
+    """The chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
 
-    Tokenizer and template are tried in a process of its own before (`try_tokenizer`).
+    First tests tokenizer and template in a separate process (`try_tokenizer`).
     """
-    load = auto_tokenizer().from_pretrained  # first, so that a missing package is told as such
+    load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as such
     try_tokenizer(folder, template)
     tokenizer = load(folder, trust_remote_code=False)
     if template is not None:

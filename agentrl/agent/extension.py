@@ -45,20 +45,20 @@ _TEXTS = (
 
 
 def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
-    """Control tokens that the template writes right behind what the assistant said, by what comes next: a user, or what a tool gave.
+    """The control tokens that the template writes directly after the assistant's text, if a user or a tool's result follows.
 
-    Several mean that a turn ends with the first token of the next one.
+    If there are several, a turn ends with the first token of the next turn.
     """
     found: list[str] = []
     for following in (_USER, tool_message(SHOWN[0])):
-        with suppress(UserError):  # it may take no such conversation
+        with suppress(UserError):  # the template may not accept such a conversation
             _, _, rest = renderer.text([_USER, {"role": "assistant", "content": MARK}, following]).partition(MARK)
             found += sorted((token for token in control if token and rest.startswith(token)), key=len)[-1:]
     return tuple(dict.fromkeys(found))
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """Whether the template shows a call, and whether it wants its arguments as text, which is tried second and set on the renderer."""
+    """Whether the template shows a call. Tries arguments as an object, then as text, and sets the working choice on the renderer."""
     for as_text in (False, True):
         renderer.arguments_as_text = as_text
         try:
@@ -130,13 +130,13 @@ class Found:
     how: str  # for people: where the form was taken from
     parallel: bool  # whether a turn may hold several calls
     written: str  # turns as the template writes them
-    ends: tuple[str, ...]  # what the template writes behind what the assistant said (`turn_ends`)
+    ends: tuple[str, ...]  # tokens that the template writes after the assistant's text (`turn_ends`)
 
 
 def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> Found:
     """The form in which the model is asked to call tools: the one of a name, or the one that reads what the template writes.
 
-    A turn ends with a token that the template writes there, the tokenizer's eos, or one of the form's own.
+    A turn ends with a token that the template writes there, the tokenizer's eos, or an end token of the form.
 
     Raises `UserError` for a name that there is not, for a form that does not read the template's calls, and as `Seam` does.
     """

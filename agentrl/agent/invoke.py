@@ -34,7 +34,7 @@ sandbox's other operations, pass before."""
 PATIENCE_S = 7.5
 """Seconds for which a call that reports an outage is repeated, at most `Limits.tool_timeout_s`. Meanwhile, other episodes' calls show
 whether the tool is up. A call that uses the sandbox or an object of the episode is not repeated; only the decision waits."""
-_PAUSES = (1 / 15, 4 / 15, 10 / 15)  # before each repetition, as parts of it
+_PAUSES = (1 / 15, 4 / 15, 10 / 15)  # before each repetition, as fractions of this time
 MAX_ANSWER = MAX_TEXT
 """Characters of an answer that a tool may submit."""
 ARGUMENT_FAULTS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, FileNotFoundError)
@@ -57,13 +57,13 @@ class _Down:
 
     out: Outage
     error: BaseException
-    told: Callable[[], Called]  # what the call comes to if it provoked the outage
-    repeats: bool  # whether the same call may be made again
-    case: Case | None  # None: there is no record
+    told: Callable[[], Called]  # returns the call's result if it provoked the outage
+    repeats: bool  # whether the call may be repeated
+    case: Case | None  # None if there is no record
 
     @property
     def waits(self) -> bool:
-        """Whether other calls may change the decision. A late call has waited long enough."""
+        """Whether other calls may change the decision. The decision about a late call is not delayed."""
         return self.case is not None and self.case.contested and not self.out.late
 
 
@@ -117,7 +117,7 @@ async def call_tool(
 
 
 class _History:
-    """What a run's record holds of one call, which may be repeated."""
+    """The entries of one call, with its repetitions, in a run's record."""
 
     def __init__(self, record: CallRecord, tool: str, caller: Caller) -> None:
         self._record, self._tool, self._caller = record, tool, caller
@@ -131,12 +131,12 @@ class _History:
         self._record.answered(self._tool, self._caller)
 
     def failed(self, *, late: bool) -> Case:
-        """The case of the first failure; later ones belong to it."""
+        """The case of the first failure. Later failures of the call belong to the same case."""
         self._case = self._case or self._record.failed(self._tool, self._caller, since=self._since if late else None)
         return self._case
 
     def over(self) -> None:
-        """The call has a result after all."""
+        """Withdraws the case, because the call was answered after all."""
         if self._case is not None:
             self._case.withdraw()
 
@@ -144,7 +144,7 @@ class _History:
 async def _once(
     tool: Tool, arguments: Mapping[str, Any], watched: _Watched | None, limits: Limits, *, turn: int, history: _History | None
 ) -> Called | _Down:
-    """One call. Raises as `call_tool` does, but no `ToolUnavailable`."""
+    """Makes one call. Raises the errors of `call_tool`, except `ToolUnavailable`."""
     margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if watched is None else SANDBOX_MARGIN_S)
     what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
     since = usercode.cancellations()
@@ -160,7 +160,7 @@ async def _once(
         usercode.let_go(error, since)
         if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
             raise known from None
-        ours = watched is not None and (watched.lost or watched.error is not None)  # the sandbox's, in `call_tool`
+        ours = watched is not None and (watched.lost or watched.error is not None)  # a fault of the sandbox, handled in `call_tool`
         out = None if ours else _outage(error, arguments, alone=watched is None and history is not None)
         told = partial(_policys, tool.name, error, timeout_s, turn)
         if out is None:
@@ -198,7 +198,7 @@ def _unavailable(what: str, down: _Down) -> ToolUnavailable:
 
 
 def _policys(name: str, error: BaseException, timeout_s: float, turn: int) -> Called:
-    """A call that went wrong by the policy's doing."""
+    """The result of a call whose failure the policy caused."""
     return Called(outcome=_told(name, error, timeout_s), failure=_failure(f"tool {name}", error, turn))
 
 

@@ -1,16 +1,16 @@
 """Decides whether the call of one episode provoked a tool's outage, from how the tool answered other calls.
 
 An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. So an agent that can cause outages
-with its arguments could choose which of its episodes count. Evidence of an outage therefore comes from calls of other episodes. They are
-those that ended after the call had failed (of a late call: after it was made; of a retried episode: after its first outage). The first rule
-that applies decides:
+with its arguments could choose which of its episodes count. Evidence of an outage therefore comes from calls of other episodes. "Later
+calls" are those that ended after the call had failed (for a late call: after it was made; for a retried episode: after its first outage).
+The first rule that applies decides:
 
-1. The tool has failed at least `FEW` other episodes, and answered less than the share `UP`: it is down.
-2. It has never answered an attempt at this task, and failed another one: it is down for this task.
-3. It has answered some, and an attempt at this task, and the outage is `sure`: the same call failed repeatedly, got no answer in time, or
-   an earlier attempt of the episode had an outage too. The call provoked it.
-4. It has never answered another episode, or it has failed the last `FEW` of them: it is down.
-5. Only this call shows the outage. Real outages of this kind are rare, so that one in `ONE_IN` episodes may have one. Beyond that, the call
+1. In later calls, the tool has failed at least `FEW` other episodes, and answered less than the share `UP`: it is down.
+2. The tool has never answered an attempt at this task, and has failed another attempt at it: it is down for this task.
+3. The tool has answered some later calls, and an attempt at this task, and the outage is confirmed: the same call failed repeatedly or got
+   no answer in time (`sure`), or an earlier attempt of the episode had an outage too. The call provoked it.
+4. The tool has never answered another episode, or it has answered no later call and failed the last `FEW` episodes: it is down.
+5. Only this call shows the outage. Real outages of this kind are rare, so one in `ONE_IN` episodes may have one. Otherwise, the call
    provoked it.
 
 Servers are not pinged: a server that answers a ping can still have lost its database.
@@ -25,22 +25,22 @@ from dataclasses import dataclass
 KEPT_CALLS = 512
 """The newest calls that are kept for each tool."""
 KEPT_EPISODES = 4096
-"""Episodes whose first outage is kept."""
+"""The newest episodes whose first outage is kept."""
 KEPT_TOOLS = 1024
 UP = 0.25
 """Share of other episodes that a tool must have answered to count as up. Otherwise it is down, whatever the cause, and the run pauses."""
 FEW = 2
 """One other failure proves nothing: another agent may have provoked it."""
 SEEN_DOWN = 4
-"""A tool that has failed as many other episodes and answered none is down; nothing else is waited for."""
+"""A tool that has failed this many other episodes and answered none is down, without further waiting."""
 ONE_IN = 32
-"""Of so many episodes that a tool answers, one may have an outage that no other call shows; the first one always may."""
+"""One in this many episodes that a tool answers may have an outage that no other call shows. The first such episode always may."""
 _ATTEMPT = re.compile(r"-a\d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who makes a call: one attempt of an episode at a task. Attempts at one episode have the same id but for their end, `-a0`, `-a1`."""
+    """The attempt that makes a call. The ids of the attempts of one episode differ only in their suffix, `-a0`, `-a1`."""
 
     attempt: str
     task: str
@@ -56,7 +56,7 @@ class _Call:
     episode: str
     task: str
     ok: bool
-    alone: bool = False  # an outage that no other call showed, for which the machine was blamed
+    alone: bool = False  # an outage that no other call showed and that was blamed on the infrastructure
 
 
 class CallRecord:
@@ -66,14 +66,14 @@ class CallRecord:
         self.ended = 0
         """The number of calls that have ended so far."""
         self._calls: OrderedDict[str, deque[_Call]] = OrderedDict()
-        self._first: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()  # tool, episode -> its first outage, and whose attempt
+        self._first: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()  # tool, episode -> number, attempt of its first outage
 
     def answered(self, tool: str, caller: Caller) -> None:
         """Records a successful call."""
         self._add(tool, caller, ok=True)
 
     def failed(self, tool: str, caller: Caller, *, since: int | None = None) -> Case:
-        """Records an outage, and returns what decides about it. `since`: what `ended` was when the call was made, for a late one."""
+        """Records an outage and returns its case. `since`: for a late call, the value of `ended` when the call was made."""
         call, key = self._add(tool, caller, ok=False), (tool, caller.episode)
         first, attempt = self._first.setdefault(key, (call.number, caller.attempt))
         while len(self._first) > KEPT_EPISODES:
@@ -92,25 +92,25 @@ class CallRecord:
 
 
 class Case:
-    """One outage, until it is decided; `withdraw` if the call is answered after all."""
+    """One undecided outage. Call `withdraw` if the call is answered after all."""
 
     def __init__(self, calls: deque[_Call], call: _Call, *, since: int, again: bool) -> None:
         self._calls, self._call, self._since, self._again = calls, call, since, again
         self.note = ""
-        """What the message of the outage should add; set by `provoked`."""
+        """Text that the outage's message should append; set by `provoked`."""
 
     @property
     def contested(self) -> bool:
-        """Whether other calls can change the decision: the tool has answered some, or has failed only a few episodes so far."""
+        """Whether other calls can change the decision: the tool has answered a call, or has failed only a few other episodes so far."""
         return any(one.ok for one in self._calls) or len({one.episode for one in self._others()}) < SEEN_DOWN
 
     def withdraw(self) -> None:
-        """Removes the call from the record: it says nothing about the tool."""
+        """Removes the call from the record, because it is no evidence about the tool."""
         if self._call in self._calls:
             self._calls.remove(self._call)
 
     def provoked(self, *, sure: bool) -> bool:
-        """Whether the call provoked the outage. `sure`: the same call has failed repeatedly, or got no answer in time."""
+        """Whether the call provoked the outage. `sure`: whether the same call has failed repeatedly, or got no answer in time."""
         task, others = self._call.task, self._others()
         after = [one for one in self._calls if one.number > self._since and (one.ok or one.episode != self._call.episode)]
         seen = {one.episode: one.ok for one in after}  # the newest call of each
@@ -128,7 +128,7 @@ class Case:
         return not self._allowed()
 
     def _allowed(self) -> bool:
-        """Whether an outage that no other call shows may still be the machine's; then it is counted."""
+        """Whether the infrastructure may be blamed for an outage that no other call shows. If so, counts the episode."""
         spent = {one.episode for one in self._calls if one.alone}
         answered = {one.episode for one in self._calls if one.ok}
         if self._call.episode not in spent and len(spent) > len(answered) // ONE_IN:
@@ -138,7 +138,7 @@ class Case:
         return True
 
     def _failed_since(self) -> int:
-        """Other episodes that the tool has failed since it answered one."""
+        """The number of other episodes that the tool has failed since it answered one."""
         failed = set[str]()
         for one in reversed(self._others()):
             if one.ok:

@@ -1,4 +1,4 @@
-"""Tools that answer from a trace of an agent elsewhere: the calls that were made get what they got then, any other one an error."""
+"""Tools that answer from an imported trace: a recorded call returns its recorded result, and any other call returns an error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentrl.contract.recorded import RecordedCall, Recording
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits, Task
 
-_SHOWN = 5  # arguments of recorded calls that an error names
-_LONGEST = 400  # characters of one
+_SHOWN = 5  # recorded calls whose arguments an error shows
+_LONGEST = 400  # characters shown for each
 
 
 class RecordedTool:
-    """One tool of a recording. It keeps no state: of several calls with the same arguments, the first one's output counts."""
+    """One tool of a recording. It has no state: if several recorded calls have the same arguments, the first one's output counts."""
 
     needs_sandbox = False
     bounds, together = FREE, False
@@ -37,7 +37,7 @@ class RecordedTool:
 
 
 def recorded_tools(task: Task | None) -> tuple[RecordedTool, ...]:
-    """The tools of a task's recording; none without a task, where only names are looked at. Raises `TaskError`."""
+    """The tools of a task's recording; none without a task, when only names are checked. Raises `TaskError`."""
     if task is None:
         return ()
     recording = Recording.of(task)

@@ -52,14 +52,14 @@ class Tokenizer(Protocol):
 
 
 class _TooLong(Exception):
-    """A rendering has taken its share of CPU time."""
+    """A rendering has exceeded its CPU time."""
 
 
 @contextmanager
 def _within(cpu_s: float) -> Iterator[None]:
-    """Bounds the CPU time of a rendering: what a template does may depend on messages that no trial has shown it.
+    """Bounds the CPU time of a rendering, because a template may behave differently on messages that the earlier test did not include.
 
-    A signal's handler runs in the main thread, between two operations of Python. So a rendering in another thread is not bounded.
+    Python runs a signal's handler in the main thread, between two operations. So a rendering in another thread is not bounded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -28,7 +28,7 @@ MAX_BYTES = 1 << 18
 """Bytes of a template's file; the longest of well-known models have a twentieth of it."""
 
 MAX_RENDERED = 1 << 20
-"""Characters that a template may make of a short conversation."""
+"""Maximum characters of a rendered short conversation."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ _MEMORY_BYTES = 4 << 30
 _CHILD = "from agentrl.agent.template import _child; _child()"
 _TOO_MUCH, _GAVE_UP = 3, 4  # exit statuses
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
-_MOST_GROWTH = 64  # characters, or tokens, for one of the input
+_MOST_GROWTH = 64  # output characters or tokens per input character
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -74,15 +74,15 @@ def read_template(name: str, root: Path) -> str:
 
 
 def one_template(given: Any) -> Any:
-    """The template of a tokenizer; of several by name, the one for tools, else the default one.
+    """The template of a tokenizer. Of several named templates, it is the one for tools, else the default.
 
-    One conversation must be rendered by one template, and `transformers` would choose by each rendering's tools.
+    One conversation must be rendered by one template, but `transformers` would choose by the tools of each rendering.
     """
     return given.get("tool_use") or given.get("default") if isinstance(given, Mapping) else given
 
 
 def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
-    """Renders conversations of many shapes with a template in a process of its own.
+    """Renders conversations of many shapes with a template in a separate process.
 
     Raises `UserError` for one that takes more than `cpu_s` seconds of CPU time, too much memory, or writes too much. What else may be
     wrong with a template `agentrl.agent.ChatFormat` tells, which may be made of it after this.
@@ -91,10 +91,10 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
 
 
 def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
-    """Loads the tokenizer of a model in a process of its own, has it encode and decode texts, and tries its template, or `text`.
+    """Loads the tokenizer of a model in a separate process, encodes and decodes texts, and tests its template, or `text`.
 
-    Raises `UserError` as `try_template`, and for a tokenizer that takes too much, or whose library gives up on it. What else may be wrong
-    with it is told by who loads it after this.
+    Raises `UserError` as `try_template`, and for a tokenizer that exceeds the bounds or makes its library fail. The later load reports all
+    other errors of the tokenizer.
 
     The same files are tried once in a process.
     """
@@ -117,21 +117,19 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
     what = "the chat template" if folder is None else f"the tokenizer in {folder}, or its chat template,"
     code, said = _tried(text, folder, cpu_s)
     if code == _GAVE_UP:
-        raise UserError(f"the tokenizer in {folder} cannot be used: {said[-500:]}", fix="use another model, whose tokenizer.json is whole")
+        raise UserError(f"the tokenizer in {folder} cannot be used: {said[-500:]}", fix="use another model, or download it again")
     if code is not None and code > 0 and code != _TOO_MUCH:
         raise UserError(f"{what} could not be tried: {said[-500:]}", fix="report this as a bug")
     if code != 0:
         bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"
-        raise UserError(
-            f"{what} does not end within bounds ({bounds})", fix="use another one, such as hermes; a template is a short program"
-        )
+        raise UserError(f"{what} does not end within bounds ({bounds})", fix="use another template, such as hermes, or another model")
 
 
 def _tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
-    """How a process that tries them ends: exit status, None when it does not, and what it says of an error."""
+    """Runs the test process. Returns its exit status, or None if it did not end, and its error text."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _CHILD],  # -P: nothing is imported from the current folder, maybe the stranger's
+            [sys.executable, "-P", "-c", _CHILD],  # -P: imports nothing from the current folder, which may be hostile
             input=json.dumps([text, folder, cpu_s]).encode(),
             capture_output=True,
             timeout=_WALL_S,
@@ -147,7 +145,7 @@ def _child() -> None:
 
 
 def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
-    """What the process does: it returns, also if what it tries raises; exits with `_TOO_MUCH` or `_GAVE_UP`; or the kernel ends it."""
+    """Runs the test in its process. Returns even if template or tokenizer raise; exits with `_TOO_MUCH` or `_GAVE_UP`, or is killed."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     load = None
@@ -163,11 +161,11 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
             _render_all(render_jinja_template, text)
         if tokenizer is not None:
             _encode_all(tokenizer)
-    except (MemoryError, OverflowError):  # the second from a range that Jinja's environment bounds
+    except (MemoryError, OverflowError):  # OverflowError: Jinja's sandbox limits ranges
         sys.exit(_TOO_MUCH)
     except (SystemExit, KeyboardInterrupt):
         raise
-    except Exception:  # told by who uses them
+    except Exception:  # the later use of the tokenizer reports it
         return
     except BaseException as error:  # a panic of the tokenizer's library
         print(f"{type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
@@ -175,7 +173,7 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
 
 
 def _bound(cpu_s: float) -> None:
-    """Bounds this process from here on: beyond what it has imported."""
+    """Bounds the further CPU time and memory of this process, in addition to what its imports have used."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # CPU time of the process; the signal ends it
     used = resource.getrusage(resource.RUSAGE_SELF)
     bound = math.ceil(used.ru_utime + used.ru_stime + cpu_s) + 1
@@ -192,7 +190,7 @@ def _render_all(render: Callable[..., tuple[list[str], Any]], text: str) -> None
             rendered, _ = render([messages], tools=tools, chat_template=text, add_generation_prompt=True)
         except (MemoryError, OverflowError):
             raise
-        except Exception:  # told, with the tokenizer, by ChatFormat
+        except Exception:  # ChatFormat reports it, with the tokenizer
             continue
         if len(rendered[0]) > room:
             sys.exit(_TOO_MUCH)
@@ -207,7 +205,7 @@ def _encode_all(tokenizer: Any) -> None:
 
 
 def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
-    """Short ones and long ones, of every number of messages that a template may count to, with and without tools and a system message."""
+    """Short and long conversations with many numbers of messages, with and without tools and a system message."""
     call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
     user: dict[str, Any] = {"role": "user", "content": "-"}
     tool: dict[str, Any] = {"role": "tool", "content": "1"}

@@ -229,7 +229,7 @@ def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Ta
 
 
 def _knowing(one: Typed, task: Task | None) -> Typed:
-    """The tool with what it may know of the task, if it asks."""
+    """The tool with the task's data, if it has a parameter for it."""
     if task is None or TaskData not in one.given.values():
         return one
     return dataclasses.replace(one, task=TaskData.of(task))

@@ -33,7 +33,7 @@ class NotAnOutcome(Exception):
 
 
 OUTAGE = "mcp_outage"
-"""`Fault.kind` of an outage that a server reports while it answers itself, so that the call can be repeated."""
+"""`Fault.kind` of an outage that a working server reports, so that the call can be repeated."""
 
 
 class Fault(Exception):

@@ -28,13 +28,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskData:
-    """What a tool may know of the task that it is called in."""
+    """The part of a task that a tool may read."""
 
     id: str
     data: Mapping[str, Any] = field(default_factory=dict)
     """`Task.data` without the truth: without keys such as `answer`, `expected` and `target`, at any depth."""
     seed: int = 0
-    """For whatever the tool draws: the same in all attempts at the task, so that they differ by what the agent does."""
+    """Seed for random choices of the tool. It is the same in all attempts at the task, so only the agent's actions differ."""
 
     @classmethod
     def of(cls, task: Task) -> TaskData:
@@ -44,7 +44,7 @@ class TaskData:
 NO_TASK = TaskData(id="")
 
 _MARK, _BOUNDS, _TOGETHER = "__agentrl_tool__", "__agentrl_bounds__", "__agentrl_together__"
-_GIVEN = (Sandbox, Limits, TaskData)  # parameters of these types are the episode's; the agent is not told of them
+_GIVEN = (Sandbox, Limits, TaskData)  # the episode sets parameters of these types; the agent does not see them
 _TOLD_ERRORS = 5  # of those that one call's arguments may have
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields):[ \t]*", re.MULTILINE)
 _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
@@ -82,7 +82,7 @@ def tool(
     A task names it by reference: `mytools:search`. What the agent is told comes from the function: parameters and their types, the
     docstring before its sections, and the entries of `Args`. Types are those that pydantic can write as JSON schema: str, int, float,
     bool, Literal, Enum, list, dict, Optional, dataclasses. A parameter annotated `Sandbox` gets the episode's sandbox, one annotated
-    `TaskData` what may be known of its task, one annotated `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`,
+    `TaskData` the readable part of its task, one annotated `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`,
     or a value that is shown as JSON. A function that is not `async` runs in a thread.
 
     With options, `@tool(calls=3, timeout_s=60.0, output_chars=500)`, they take the place of the task's limits for this tool: its calls in

@@ -256,19 +256,19 @@ def promote_failures(
         str, typer.Option("--from-turn", help="Begin at this turn, counted from 1, or at the `failing` one that the tag names.")
     ] = "",
     verifier: Annotated[
-        list[str] | None, typer.Option("--verifier", help="For imported traces: who judges an answer, module:attr.")
+        list[str] | None, typer.Option("--verifier", help="For imported traces: verifier of an answer, module:attr.")
     ] = None,
-    truths: Annotated[Path | None, typer.Option(help='For imported traces: lines such as {"trace": "ID", "truth": "412"}.')] = None,
-    truth_from: Annotated[str, typer.Option(help="For imported traces: the key of their origin that holds the right answer.")] = "",
+    truths: Annotated[Path | None, typer.Option(help='For imported traces: file of lines {"trace": "ID", "truth": "412"}.')] = None,
+    truth_from: Annotated[str, typer.Option(help="For imported traces: key of their origin that holds the right answer.")] = "",
     tools: Annotated[
-        list[str] | None, typer.Option("--tools", help="For imported traces: stubs in place of the recorded answers, module:attr.")
+        list[str] | None, typer.Option("--tools", help="For imported traces: stub in place of the recorded results, module:attr.")
     ] = None,
-    image: Annotated[str, typer.Option(help="For imported traces: image of sandboxes, for stubs and verifiers that use one.")] = "",
+    image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for stubs and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Make regression cases of traces: their tasks, frozen, with where they come from. A task that the suite has is not added again.
 
-    An imported trace becomes a case with --verifier and a truth: its task is what the user asked, and its tools answer as they did then.
+    An imported trace becomes a case with --verifier and a truth: its prompt is what the user asked, and its tools return recorded results.
 
     With --from-turn the episode is played again in a live sandbox up to that turn, and captured there: the case samples from there on.
     """
@@ -312,15 +312,15 @@ def promote_failures(
 
 
 def _none_chosen(run: Path, selected: Sequence[Row]) -> UserError:
-    """Why no case can be made of what the filters leave."""
+    """The error that explains why none of the selected traces can become a case."""
     if not selected:
-        return UserError(f"{run} has no trace that these filters leave", fix=f"agentrl failures list {run} shows what there is")
+        return UserError(f"{run} has no trace that matches these filters", fix=f"agentrl failures list {run} shows all traces")
     faults = sum(row.why == "fault" for row in selected)
     reasons = {"ended in a fault, which says nothing about the policy": faults, "hold no task to try again": len(selected) - faults}
     told = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
     return UserError(
-        f"of {len(selected)} traces that these filters leave none can be a case: {told}",
-        fix="make cases of imported traces with --verifier, and --truths FILE or --truth-from KEY",
+        f"none of the {len(selected)} traces that match these filters can become a case: {told}",
+        fix="select other traces; imported traces need --verifier, and --truths FILE or --truth-from KEY",
     )
 
 

@@ -23,7 +23,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 def init(
     target: Annotated[Path, typer.Argument(help="New folder.")],
     empty: Annotated[
-        bool, typer.Option("--empty", help="Without the quickstart: one small task family, its verifier, a recipe and a test, to fill in.")
+        bool, typer.Option("--empty", help="Omit the quickstart: write a small task family, a verifier, a recipe and a test as a template.")
     ] = False,
 ) -> None:
     """Write a project of your own: task family, verifier, recipe and test, ready to train."""

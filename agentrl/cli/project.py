@@ -21,7 +21,7 @@ NEXT = {
     False: ("agentrl doctor", "agentrl check recipes/quickstart.py", "agentrl train recipes/quickstart.py"),
     True: ("agentrl doctor", "python -m pytest", "agentrl check recipes/mine.py", "agentrl train recipes/mine.py"),
 }
-"""What to do in a new project, by whether it is empty."""
+"""Whether a new project is empty -> the next commands."""
 _BOTH = ("pyproject.toml", ".gitignore")
 
 
@@ -50,7 +50,7 @@ def init_project(target: Path, name: str, *, empty: bool = False) -> list[Path]:
 
 
 def _templates(target: Path, *, empty: bool) -> Iterator[tuple[Path, Path]]:
-    """The templates, each with what it becomes."""
+    """Yields each template with the path of its result."""
     folder = FOLDER / ("template_empty" if empty else "template")
     for template in sorted(folder.rglob("*.in")):
         yield template, target / template.relative_to(folder).with_suffix("")

@@ -68,12 +68,15 @@ def hold_to_suites(
 def evaluate_recipe(
     root: Path, recipe: Recipe, policy: NamedPolicy, *, repeats: int | None, threshold: float, run_dir: Path | None, as_json: bool
 ) -> None:
-    """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints what came of them.
+    """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints the result.
 
-    Raises `UserError` for a model, which `--model` evaluates.
+    Raises `UserError` for a model, because `--model` evaluates it.
     """
     if policy.served:
-        raise UserError(f"--policy {policy.name} is a model, which agentrl serves", fix=f"agentrl eval RECIPE --model {policy.name}")
+        raise UserError(
+            f"--policy {policy.name} is a model, and with a recipe --policy takes only a URL or module:attr",
+            fix=f"agentrl eval RECIPE --model {policy.name}",
+        )
     with loading():
         from agentrl.run.regressions import held_out, prepared
 
@@ -82,7 +85,7 @@ def evaluate_recipe(
     with prepared(policy, suites, repeats=repeats, threshold=threshold, run_dir=run_dir, own=own) as given:
         (done,) = _evaluated(given, as_json=as_json)
     if done.results.figures().pass_at_1 is None:
-        print("not one attempt was scored", file=sys.stderr)
+        print("no attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
 
 

@@ -78,14 +78,14 @@ def compare_evaluations(
         float | None, typer.Option(min=0, max=1, help="Plan without an evaluation: the share of attempts that are expected to pass.")
     ] = None,
     across_sampling: Annotated[
-        bool, typer.Option("--across-sampling", help="Give a verdict although the two were sampled differently.")
+        bool, typer.Option("--across-sampling", help="Give a verdict even if the two were sampled differently.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two policies on the same cases, in pairs: effect with its interval, verdict, and which cases flipped.
 
     better, worse: the difference is significant. same: it is smaller than --margin, whichever way. not enough data: neither.
-    Without --across-sampling there is no verdict on evaluations with different temperature, top_k, top_p or min_p.
+    Evaluations with different temperature, top_k, top_p or min_p get no verdict without --across-sampling.
 
     With one evaluation, or with --rate alone: how many cases a --difference will need, before anything is asked.
     """
@@ -231,11 +231,11 @@ def rates(figures: Figures) -> list[str]:
 
 
 def described(found: Comparison, first: Results, second: Results, changed: list[str], *, verdict: bool = True) -> str:
-    """A comparison for a person. `verdict`: whether it has one; evaluations that were sampled differently show no effect of the policy."""
+    """Formats a comparison for the terminal. `verdict`: whether to give one; differently sampled evaluations do not isolate the policy."""
     names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
     test = "exact" if found.exact else "sampled"
     ways = " and ".join(_sampling(one) for one in (first, second))
-    concluded = found.verdict if verdict else f"none: sampled with {ways}; --across-sampling gives one all the same"
+    concluded = found.verdict if verdict else f"none: sampled with {ways}; --across-sampling gives one anyway"
     lines = [
         f"before  {found.before:.3f}  {names[0]}",
         f"after   {found.after:.3f}  {names[1]}",

@@ -1,4 +1,4 @@
-"""A terminal or pipe that goes away: what a command prints is dropped from then on, and the command does the rest of its work."""
+"""Lets a command finish when its terminal or the reader of its pipe goes away. Its further output is dropped."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _GONE = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN})
-"""What a write to a closed pipe, terminal or socket fails with. A full disk is not among them: there, a result would be lost."""
+"""Errors of a write to a closed pipe, terminal or socket. A full disk is not among them, because a result would be lost."""
 
 
 def outlast_readers() -> None:
     """Replaces standard output and error with streams that ignore the loss of their reader.
 
-    `agentrl train ... | head -1` trains to the end, and the exit code is the command's. Descriptors 0 to 2 that the parent has closed are
-    opened on /dev/null, or the next file that is opened would be the one that is printed into.
+    `agentrl train ... | head -1` trains to the end, and the exit code does not change. Descriptors 0 to 2 that the parent has closed are
+    opened on /dev/null. Otherwise the next file that is opened would receive the output.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free descriptor
         os.set_inheritable(opened, True)
@@ -31,7 +31,7 @@ def outlast_readers() -> None:
 
 
 def _lasting(stream: TextIO, original: TextIO | None) -> TextIO:
-    if stream is not original or not isinstance(stream, io.TextIOWrapper):  # somebody captures it
+    if stream is not original or not isinstance(stream, io.TextIOWrapper):  # a caller captures it
         return stream
     stream.flush()
     raw = _Lasting(stream.fileno(), "wb", closefd=False)
@@ -45,7 +45,7 @@ def _lasting(stream: TextIO, original: TextIO | None) -> TextIO:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor whose other end may go away; it then leads to /dev/null, for every writer in this process and its later children."""
+    """A descriptor that is redirected to /dev/null if its reader goes away, for all writers in this process and its later children."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -60,10 +60,11 @@ class _Lasting(io.FileIO):
 
 @contextmanager
 def outlasting_terminal(note: Callable[[str], object] = lambda text: None) -> Iterator[None]:
-    """Around work that continues when its terminal closes (SIGHUP). Under nohup, where the signal is ignored, nothing changes.
+    """Lets the block continue when its terminal closes (SIGHUP). Does nothing under nohup, which ignores the signal.
 
     Args:
-        note: called with a sentence about it, the first time; it must not write to standard output or error, which may be in a write.
+        note: called once with a message about the signal. It must not write to standard output or error, because the signal may
+            interrupt a write to them.
     """
     before = signal.getsignal(signal.SIGHUP)
     if before is signal.SIG_IGN:

@@ -70,18 +70,16 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64; with --policy also further suites.")
     ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Whom the cases of suites are asked: a model folder, RUN@VERSION, URL, or module:attr.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr.")] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite: its cases in place of the held-out tasks.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Attempts at each case. Default: what the case says, else its suite.")] = None,
     threshold: Annotated[float, typer.Option(help="Score from which an attempt has passed; of a case, where it has none, the mean.")] = 1.0,
     key_env: Annotated[str, typer.Option(help="With --policy URL: environment variable that holds the key.")] = "",
     request: Annotated[
-        list[str] | None, typer.Option(help="With --policy URL: a further key of each request, KEY=VALUE; temperature=null sends none.")
+        list[str] | None, typer.Option(help="With --policy URL: additional key of each request, KEY=VALUE; temperature=null omits it.")
     ] = None,
-    header: Annotated[list[str] | None, typer.Option(help="With --policy URL: a further header, NAME=env:VARIABLE or file:PATH.")] = None,
-    tokens_name: Annotated[str, typer.Option(help="With --policy URL: what its server calls max_tokens.")] = "",
+    header: Annotated[list[str] | None, typer.Option(help="With --policy URL: additional header, NAME=env:VARIABLE or file:PATH.")] = None,
+    tokens_name: Annotated[str, typer.Option(help="With --policy URL: the server's name for max_tokens.")] = "",
     junit: Annotated[Path | None, typer.Option(help="With --policy: write JUnit XML there.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="With --policy: keep the results in the cases, as their baselines.")] = False,
     model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION; with --policy URL the model's name there.")] = None,
@@ -93,14 +91,14 @@ def evaluate(
 
     evaluation.attempts=8 tries each held-out task eight times: pass@k, and success against sampled tokens in the report.
 
-    With --policy a recipe's held-out tasks are tried by a policy that agentrl does not serve: module:attr, or a URL.
+    With --policy and a recipe, evaluate a policy that agentrl does not serve (module:attr or a URL) on the recipe's held-out tasks.
 
-    With --policy and suites the exit code is 0 where every case passes, and 1 where some do not. A case passes when the mean score of its
-    attempts reaches its threshold.
+    With --policy and suites, the exit code is 0 if every case passes, and otherwise 1. A case passes if the mean score of its attempts
+    reaches its threshold.
     """
     if policy is not None:
         if suite is not None:
-            raise UserError("--policy is held to the suites that come first", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
+            raise UserError("--policy does not go with --suite", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
         more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
@@ -109,7 +107,8 @@ def evaluate(
         if recipe.is_file():
             if len(named) > 1 or junit is not None or pin:
                 raise UserError(
-                    "--junit, --pin and further suites are for suites", fix=f"agentrl eval {recipe} [KEY=VALUE ...] --policy POLICY"
+                    f"--junit, --pin and further suites do not go with the recipe {recipe}",
+                    fix=f"agentrl eval {recipe} [KEY=VALUE ...] --policy POLICY",
                 )
             root, written = load_recipe(recipe, changes)
             evaluate_recipe(root, written, found, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
@@ -120,9 +119,9 @@ def evaluate(
         return
     if junit is not None or pin or key_env or request or header or tokens_name:
         told = "--junit, --pin, --key-env, --request, --header and --tokens-name"
-        raise UserError(f"{told} are for a policy that is held to suites", fix="agentrl eval SUITE --policy POLICY")
+        raise UserError(f"{told} need --policy", fix="agentrl eval SUITE --policy POLICY")
     if recipe.is_dir():
-        raise UserError(f"{recipe} is a folder: which policy is asked?", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
+        raise UserError(f"{recipe} is a folder of cases and needs a policy", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
     if suite is None and (repeats is not None or threshold != 1.0):
         raise UserError("--repeats and --threshold are for cases, and there is no suite", fix="name one: --suite evals/SUITE")
     root, written = load_recipe(recipe, [])
@@ -185,7 +184,7 @@ def describe(summary: Summary, folder: Path) -> str:
         lines.append(f"{len(summary.sessions) - 1:>8} resumed    {ends}")
     if summary.attempts_failed:
         lines.append(
-            f"{summary.attempts_failed:>8} attempts   ended in a fault that was not the policy's; those that were retried are among them"
+            f"{summary.attempts_failed:>8} attempts   ended in a fault that the policy did not cause, including attempts that were retried"
         )
     lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
     if len(summary.left_out_reasons) > _REASONS_SHOWN:

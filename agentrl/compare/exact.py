@@ -90,7 +90,7 @@ def fisher_less(passed: int, tries: int, before_passed: int, before_tries: int) 
 
 
 def holm(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
-    """Which hypotheses are rejected, with at most `alpha` chance of one false rejection, whatever their dependence (Holm 1979).
+    """The rejected hypotheses, with a chance of at most `alpha` of any false rejection under any dependence (Holm 1979).
 
     Args:
         hypotheses: their number, at least that of the p-values. Those without a p-value count as if it were 1.

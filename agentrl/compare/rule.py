@@ -51,8 +51,8 @@ class Rule(Record):
     thresholds: Mapping[str, float] = field(default_factory=dict)  # of the cases that have one of their own
 
     def names(self, cases: int, before: int, now: int) -> bool:
-        """Whether a case with so many attempts can block, in a suite of so many cases: one that always passed and now never does would
-        be significant."""
+        """Whether a case with these numbers of attempts can block in a suite of this size: whether the change from always passed to never
+        passed would be significant."""
         best = fisher_less(0, now + self.confirm, before, before)
         return can_look_worse(before, now) and best <= self.case_alpha / cases
 
@@ -91,7 +91,7 @@ class Judgement(Record):
     blocked: bool
     suite_blocks: bool = False
     cases: int  # pairs
-    unscored: int  # attempts left out
+    unscored: int  # excluded attempts
     effect: float = 0.0  # mean score now minus before, over cases
     p_value: float = 1.0  # of the suite, one-sided
     suite_alpha: float = 0.0
@@ -104,7 +104,7 @@ class Judgement(Record):
 
     @property
     def reason(self) -> str:
-        """Why it is blocked, in a line, with the clearest cases; empty when it is not."""
+        """The reason for a block in one line, with the clearest cases; empty if nothing blocks."""
         if not self.enough:
             return f"only {self.cases} cases were scored for both versions, too few to judge"
         said = []

@@ -171,7 +171,7 @@ def _begins(rest: str, wanted: str) -> bool:
 
 
 def without_truth(value: Any) -> Any:
-    """JSON data without what is under keys that are named like an answer, and without tests and solution: what may be told of a task."""
+    """The readable part of a task's JSON data: without values under keys that are named like an answer, and without tests and solution."""
     if isinstance(value, Mapping):
         kept = ((str(key), one) for key, one in value.items() if key != KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2]))
         return {key: without_truth(one) for key, one in kept}

@@ -1,6 +1,6 @@
-"""The tools of an agent elsewhere, as its trace has them: their schemas, and what each call gave.
+"""The tools of an imported trace: their schemas, and the result of each call.
 
-A task that names the tool `recorded` holds them in its data. Its tools answer the calls that were made, and no others.
+A task that names the tool `recorded` has them in its data. Its tools answer the recorded calls and no others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from agentrl.fields import JsonObject, Record, Text
 from agentrl.records import Task
 
 NAME = "recorded"
-"""Stands for all of them in `Task.tools`; and their key in `Task.data`."""
+"""The name of all recorded tools in `Task.tools`, and their key in `Task.data`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall(Record):
-    """One call, and what it gave."""
+    """One call and its result."""
 
     name: str
     arguments: JsonObject
@@ -34,23 +34,23 @@ class RecordedCall(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording(Record):
-    """The tools that were offered, as function schemas, and the calls in their order."""
+    """The offered tools, as function schemas, and the calls in order."""
 
     tools: tuple[JsonObject, ...]
     calls: tuple[RecordedCall, ...]
 
     def data(self) -> dict[str, Any]:
-        """For `Task.data`."""
+        """The entry for `Task.data`."""
         found: dict[str, Any] = codec.to_data(self)
         return {NAME: found}
 
     @classmethod
     def of(cls, task: Task) -> Recording:
-        """Raises `TaskError` for a task whose data hold none."""
+        """The recording of a task. Raises `TaskError` if its data have none."""
         try:
             return codec.from_json(cls, codec.to_json(task.data[NAME]))
         except (KeyError, ValueError) as error:
             raise TaskError(
-                f"task {task.id!r} names the tool {NAME}, and its data hold no recording: {str(error)[:300]}",
+                f"task {task.id!r} names the tool {NAME}, but its data have no recording: {str(error)[:300]}",
                 fix="promote its trace again: agentrl failures promote",
             ) from None

@@ -227,10 +227,10 @@ class Collection:
             yield
 
     def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
-        """The values of columns, once each has its column's type: SQLite keeps whatever it is given."""
+        """The values of columns, after a check of their types, because SQLite stores values of any type."""
         for name, value in zip(names, line, strict=True):
             if not isinstance(value, _NUMBERS.get(name, str)) and not (name == "score" and value is None):
-                raise StoreError(f"{self.path} is damaged: {type(value).__name__} is in the column {name}")
+                raise StoreError(f"{self.path} is damaged: the column {name} has a value of type {type(value).__name__}")
         return line
 
     def _new(self, trace: Trace) -> bool:
@@ -309,7 +309,7 @@ class Collection:
         try:
             protect(self._db, _SCHEMA, longest=4 * LARGEST)
         except NotOurs as error:
-            raise StoreError(f"{self.path} is an SQLite file, but not one of traces: {error}") from error
+            raise StoreError(f"{self.path} is an SQLite file, but not a collection of traces: {error}") from error
 
     def _prepare(self) -> None:
         db = self._db
@@ -391,5 +391,5 @@ def _unchangeable(path: Path) -> bool:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError, ValueError) as error:  # the last: no file of ours; half of a surrogate pair, from a command line
+    except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: not agentrl's file, or half of a surrogate pair from a command line
         raise StoreError(f"{path}: {error}") from error

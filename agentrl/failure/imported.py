@@ -1,4 +1,4 @@
-"""From a trace of an agent elsewhere to a task: what it was asked, its tools as they answered then, and a truth that a person knows."""
+"""Builds a task from an imported trace: its prompt, its tools with their recorded results, and a truth that the user supplies."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ _LARGEST = 64 << 20  # bytes of a file of truths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """What a person adds to imported traces, so that another attempt can be made and judged."""
+    """User-supplied parts of a task that an imported trace does not hold."""
 
     verifiers: tuple[str, ...] = ()
-    truths: Mapping[str, JsonObject | str | float | bool] = field(default_factory=dict)  # trace -> the right answer
-    truth_from: str = ""  # a key of the traces' origins that holds it
-    tools: tuple[str, ...] = ()  # references of stubs; empty: answered from the record
-    image: str = ""  # of sandboxes, for stubs and verifiers that use one
+    truths: Mapping[str, JsonObject | str | float | bool] = field(default_factory=dict)  # trace id -> right answer
+    truth_from: str = ""  # key of the traces' origin that holds the right answer
+    tools: tuple[str, ...] = ()  # references of stubs; empty means the recorded results
+    image: str = ""  # sandbox image, for stubs and verifiers that use a sandbox
 
     def truth_of(self, trace: Trace) -> Any:
-        """None: nobody knows it."""
+        """The right answer to a trace's task; None if it is unknown."""
         return self.truths.get(trace.id, trace.origin.get(self.truth_from) if self.truth_from else None)
 
 
 def task_of(trace: Trace, missing: Missing) -> Task:
-    """The task that a trace's agent had. Raises `UserError` that names everything that is still missing."""
+    """The task of a trace's agent. Raises a `UserError` that names everything that is missing."""
     asked = [one.message for one in trace.spoken]
     first = next((number for number, one in enumerate(asked) if one.role == "assistant"), len(asked))
     prompt = tuple(Message(role=one.role, content=one.content) for one in asked[:first] if one.role in ("system", "developer", "user"))
     truth = missing.truth_of(trace)
     lacks = [
-        (not any(one.role == "user" for one in prompt), "what the user asked: no message of theirs comes before the agent's first"),
-        (not missing.verifiers, "who judges an answer: give --verifier, such as rewards.exact:exact"),
+        (not any(one.role == "user" for one in prompt), "what the user asked: no user message comes before the agent's first message"),
+        (not missing.verifiers, "a verifier: give --verifier, such as rewards.exact:exact"),
         (
             truth is None,
             f"the right answer: give --truths FILE with a line {json.dumps({'trace': trace.id, 'truth': '...'})}, or --truth-from KEY",
         ),
-        (not missing.tools and _called(trace) and not _answered(trace), "what its tools gave: give stubs with --tools module:attr"),
+        (not missing.tools and _called(trace) and not _answered(trace), "the results of its tools: give stubs with --tools module:attr"),
     ]
     if found := [text for wrong, text in lacks if wrong]:
         keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
         raise UserError(
             printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(found)}{keys}", 2000),
-            fix="add them to the command",
+            fix="add the missing options to the command",
         )
     tools = missing.tools or ((NAME,) if _called(trace) or trace.tools else ())
     data: dict[str, Any] = {"answer": truth, "kind": trace.source}
@@ -72,14 +72,14 @@ def task_of(trace: Trace, missing: Missing) -> Task:
 
 
 def left_out(trace: Trace) -> str:
-    """What of the conversation the task does not have; empty when it has all that the user said."""
+    """A note on the user's messages that the task does not include; empty if it includes all of them."""
     roles = [one.message.role for one in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
-    return f"{later} later messages of the user are left out: a case asks what the user asked first" if later else ""
+    return f"{later} later messages of the user are excluded: a case holds only what the user asked first" if later else ""
 
 
 def read_truths(path: Path) -> dict[str, Any]:
-    """Trace -> the right answer, from lines such as {"trace": "...", "truth": "412"}. Raises `UserError` that names the line."""
+    """Reads trace id -> right answer from lines such as {"trace": "...", "truth": "412"}. Raises a `UserError` that names the line."""
     found: dict[str, Any] = {}
     try:
         lines = content(path, most=_LARGEST).splitlines()
@@ -91,7 +91,7 @@ def read_truths(path: Path) -> dict[str, Any]:
             if line is not None:
                 found[str(line["trace"])] = line["truth"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{path}:{number} is no truth", fix='write it as {"trace": "ID", "truth": "the right answer"}') from None
+            raise UserError(f"{path}:{number} is not a truth", fix='write it as {"trace": "ID", "truth": "the right answer"}') from None
     return found
 
 
@@ -105,8 +105,8 @@ def _answered(trace: Trace) -> bool:
 
 def _recording(trace: Trace) -> Recording:
     calls: list[RecordedCall] = []
-    waiting: dict[str, int] = {}  # id of a call -> its place in `calls`
-    open_: list[int] = []  # calls without an answer, the oldest first
+    waiting: dict[str, int] = {}  # id of a call -> its index in `calls`
+    open_: list[int] = []  # indices of calls without a result, the oldest first
     for one in trace.spoken:
         for number, call in enumerate(one.message.tool_calls):
             if number < len(one.call_ids):
@@ -122,7 +122,7 @@ def _recording(trace: Trace) -> Recording:
 
 
 def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
-    """The schemas that were offered; of a tool without one, what its calls show."""
+    """The recorded schemas of the tools. For a tool without a schema, one is derived from its calls."""
     offered: list[JsonObject] = [dict(one) for one in trace.tools if isinstance(one.get("function"), dict) and one["function"].get("name")]
     known = {one["function"]["name"] for one in offered}
     for name in dict.fromkeys(call.name for call in calls if call.name not in known):

@@ -17,7 +17,7 @@ _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN = 8
 OTHERS = "others"
 _SERVERS = (ServerDied.__name__, "SlowServer", "slow_server")
-"""Kinds of failures for which an inference server is to blame, whatever was requested."""
+"""Kinds of failures that an inference server caused, independent of the request."""
 
 
 class FaultRate:
@@ -97,8 +97,8 @@ class FaultRate:
         kind, times = kinds.most_common(1)[0]
         return (
             f"{kinds.total()} of the newest {len(self._spoken)} attempts failed after the policy's first turn and were excluded, most often"
-            f" with {kind} ({times}): {self._messages.get(kind, '')[:200]}\n  fix: repair the part that fails. If it is sound, the policy"
-            " may have learned to provoke the fault, which spares it a bad score: `agentrl failures` shows the episodes"
+            f" with {kind} ({times}): {self._messages.get(kind, '')[:200]}\n  fix: repair the part that fails. If it works, the policy may"
+            " have learned to provoke the fault to avoid a bad score: `agentrl failures` shows the episodes"
         )
 
     async def watch(self) -> NoReturn:

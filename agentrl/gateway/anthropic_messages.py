@@ -41,7 +41,7 @@ HINTS: Mapping[str, Check] = {
     **{"temperature": within(0, 1), "top_p": within(0, 1), "top_k": integer},
     **{"metadata": mapping, "service_tier": one_of("auto", "standard_only"), "inference_geo": text, "cache_control": mapping},
 }
-"""Fields that are checked and change nothing."""
+"""Fields that are checked but have no effect."""
 
 NOTHING: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 """Fields that are taken where they ask for nothing."""
@@ -138,7 +138,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _shape(asked: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The schema of the JSON that the answer must be; other options that are objects are checked."""
+    """The JSON schema of the answer, if one is requested. Also checks other options that are objects."""
     config = fields(given(asked.get("output_config"), {}), ("effort", "format"), where="output_config")
     check_all(config, {"effort": one_of(*EFFORTS)}, "output_config")
     _check_context(asked)
@@ -160,7 +160,7 @@ def _check_context(asked: Mapping[str, Any]) -> None:
 
 
 def _thinks(value: Any) -> bool:
-    """Whether the answer shows what was thought. How much is thought is the policy's."""
+    """Whether the answer shows the reasoning. The policy decides how much it reasons."""
     about = fields(given(value, {}), ("type", "budget_tokens", "display"), where="thinking")
     whole(about.get("budget_tokens"), "thinking.budget_tokens")
     check_all(about, {"type": one_of("enabled", "adaptive", "disabled"), "display": one_of("summarized", "omitted")}, "thinking")

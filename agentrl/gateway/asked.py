@@ -19,15 +19,15 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 512
 
 MAX_STOPS = (16, 1024)
-"""Stop sequences of one request, and characters of each."""
+"""Maximum number of stop sequences of a request, and of characters of each."""
 
 MAX_KEY = 200
-"""Characters of an unknown key that an error repeats."""
+"""Maximum characters of an unknown key in an error."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 Check = Callable[[Any, str], object]
-"""Raises `Refused` for a value that the option of this name cannot have."""
+"""Raises `Refused` if the option of this name cannot have the value."""
 
 STATUS = {
     "invalid": 400,
@@ -82,13 +82,13 @@ class Asked:
     after: str = ""  # id of an answer of ours that the messages come after
     retry: bool = False  # the client says that it asks once more
     stream: bool = False
-    calls: bool = True  # whether the answer may hold calls of the tools; False: they stay text
-    single: bool = False  # at most one call is given in the answer
-    strict: frozenset[str] = frozenset()  # tools whose calls are given only if their arguments match the schema
+    calls: bool = True  # whether the answer may contain tool calls; if False, they stay text
+    single: bool = False  # whether the answer contains at most one call
+    strict: frozenset[str] = frozenset()  # tools whose calls are in the answer only if their arguments match the schema
     stop: tuple[str, ...] = ()  # the answer ends before the first of these texts
-    forced: tuple[str, ...] = ()  # tools of which one must be called
-    forced_by: str = ""  # the path of that option
-    shape: Mapping[str, Any] | None = None  # the schema of the JSON that the answer must be, unless it calls a tool
+    forced: tuple[str, ...] = ()  # the answer must call one of these tools
+    forced_by: str = ""  # the path of the option that sets `forced`
+    shape: Mapping[str, Any] | None = None  # the JSON schema of the answer, unless it calls a tool
     options: Mapping[str, Any] = field(default_factory=dict)  # of its protocol alone, for how the answer is written
 
     @property
@@ -160,12 +160,12 @@ def inside(where: str, name: str) -> str:
 
 
 def given(value: Any, otherwise: Any) -> Any:
-    """The value of a field; `otherwise` where it is missing or null."""
+    """The value of a field; `otherwise` if it is missing or null."""
     return otherwise if value is None else value
 
 
 def storable(value: Any, where: str) -> Any:
-    """A JSON value that a record can hold. Raises `Refused`."""
+    """Returns a JSON value that a record can store. Raises `Refused`."""
     try:
         return json_value(value)
     except ValueError as error:
@@ -207,7 +207,7 @@ def flag(value: Any, where: str) -> bool:
 
 
 def within(low: float, high: float) -> Check:
-    """A check for numbers between two others."""
+    """A check for numbers from `low` to `high`."""
 
     def check(value: Any, where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -217,7 +217,7 @@ def within(low: float, high: float) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """A check for one of several words."""
+    """A check for one of several strings."""
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, str) or value not in values:
@@ -232,14 +232,14 @@ def integer(value: Any, where: str) -> None:
 
 
 def check_all(body: Mapping[str, Any], checks: Mapping[str, Check], where: str = "") -> None:
-    """Checks the fields of an object that are there and are not null."""
+    """Checks the fields of an object that are present and not null."""
     for name, check in checks.items():
         if body.get(name) is not None:
             check(body[name], inside(where, name))
 
 
 def stops(value: Any, where: str) -> tuple[str, ...]:
-    """Stop sequences: a text or an array of texts."""
+    """The stop sequences, from a string or an array of strings."""
     if value is None:
         return ()
     most, chars = MAX_STOPS
@@ -252,12 +252,12 @@ def stops(value: Any, where: str) -> tuple[str, ...]:
 
 
 def choice_of(kind: Any, name: Any, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """What a choice of tools asks for, as fields of `Asked`. `kind`: auto, none, any, or tool, which has a name."""
+    """The fields of `Asked` for a choice of tools. `kind`: auto, none, any, or tool, which needs a name."""
     names = tuple(tool["function"]["name"] for tool in tools)
     if kind in ("auto", "none"):
         return {"calls": kind == "auto"}
     if kind not in ("any", "tool"):
-        raise Refused("unsupported", f"Unsupported value: {where} of this kind is not supported by this endpoint.", param=where)
+        raise Refused("unsupported", f"Unsupported value: this kind of {where} is not supported by this endpoint.", param=where)
     if not names or (kind == "tool" and text(name, where) not in names):
         raise Refused("invalid", f"{where} asks for a tool that is not among the tools.", param=where)
     return {"forced": names if kind == "any" else (name,), "forced_by": where}
@@ -295,9 +295,9 @@ def split_system(messages: Sequence[Said]) -> tuple[tuple[str, ...], tuple[Said,
 
 
 def nothing_else(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], where: str = "") -> None:
-    """Refuses fields whose values ask for what is not done: `allowed` gives those that ask for nothing, as null does."""
+    """Raises `Refused` for fields that request unsupported behaviour. `allowed`: field -> values that have no effect, as null has."""
     for name, values in allowed.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
             path = inside(where, name)
-            raise Refused("unsupported", f"Unsupported value: {path!r} of this value is not supported by this endpoint.", param=path)
+            raise Refused("unsupported", f"Unsupported value: this value of {path!r} is not supported by this endpoint.", param=path)

@@ -42,7 +42,7 @@ HINTS: Mapping[str, Check] = {
     **{"user": text, "metadata": mapping, "store": flag, "service_tier": one_of("auto", "default")},
     **{"prompt_cache_key": text, "prompt_cache_retention": text, "safety_identifier": text},
 }
-"""Fields that are checked and change nothing: how tokens are drawn is the recipe's, for the learner must know it; the others are labels."""
+"""Fields that are checked but have no effect: the recipe sets the sampling, because the learner must know it; the others are labels."""
 
 NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -73,7 +73,7 @@ _ERRORS = {
     "failed": ("server_error", None),
 }
 _LEGACY = "function"
-"""The id of the one call of an answer in the older form, which has no ids; a result answers the last call."""
+"""The id of the only call of an answer in the older form, which has no ids. A result answers the last call."""
 
 
 def read(body: Any) -> Asked:
@@ -145,7 +145,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _choice(asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a choice of tools asks for, in the newer form or the older one."""
+    """The fields of `Asked` for a choice of tools, in the newer or the older form."""
     where = next((name for name in ("tool_choice", "function_call") if asked.get(name) is not None), "tool_choice")
     value = given(asked.get(where), "auto")
     if isinstance(value, str):
@@ -159,7 +159,7 @@ def _choice(asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _shape(value: Any) -> Mapping[str, Any] | None:
-    """The schema of the JSON that the answer must be."""
+    """The JSON schema of the answer, if one is requested."""
     where = "response_format"
     about = fields(given(value, {"type": "text"}), ("type", "json_schema"), where=where)
     if about.get("type") == "json_schema":

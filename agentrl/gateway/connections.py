@@ -1,8 +1,8 @@
-"""Connections to the gateway: bounds on bytes outside the body, pipelined requests and time without a request; what parsers get wrong.
+"""Connections to the gateway: bounds on bytes outside the body, pipelined requests and idle time, and corrections of HTTP parsers.
 
 The key of a request is checked only when its head is complete, so any program that reaches the gateway can send bytes before that. uvicorn
-has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither answers a client that
-has closed its own direction, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
+has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither answers a client that has
+closed its side, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIPELINED = 16
 PIECE = 4096
 """The parser gets the data in pieces of this size, and the bounds are checked after each."""
 HALF_CLOSED = "agentrl.half_closed"
-"""In the scope of a request: its client has closed its direction. It may wait for the answer, or have gone away."""
+"""Key in a request's ASGI scope: the client has closed its side. It may be waiting for the answer, or may have disconnected."""
 _OFFERS = (b"upgrade", b"http2-settings")
 _REASON = f"A request's head may have {HEAD_BYTES} bytes.\n".encode()
 TOO_LARGE = (
@@ -89,7 +89,7 @@ def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
                 self._later()
 
         def eof_received(self) -> bool:
-            """Keeps the connection of a client that has sent its request whole, closed its direction, and may wait for the answer."""
+            """Keeps the connection of a client that has sent its complete request, closed its side, and may be waiting for the answer."""
             cycle = self.cycle
             if cycle is None or cycle.response_complete or cycle.more_body:
                 return False
@@ -100,7 +100,7 @@ def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
         # Called by httptools
 
         def on_headers_complete(self) -> None:
-            if not self.parser.should_upgrade():  # else the head comes again
+            if not self.parser.should_upgrade():  # otherwise the head is parsed again
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
@@ -116,9 +116,9 @@ def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
 
 
 class _Parser:
-    """httptools' parser, to which an offer to change the protocol is nothing: the request is answered in HTTP/1.1.
+    """httptools' parser, but ignores an offer to change the protocol: the request is answered in HTTP/1.1.
 
-    httptools takes what comes after the head of such a request for the other protocol. So the head is parsed again without the offer.
+    httptools treats the bytes after the head of such a request as the other protocol. So the head is parsed again without the offer.
     """
 
     def __init__(self, protocol: Any, parser: Any) -> None:
@@ -142,7 +142,7 @@ class _Parser:
                 self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def _head(self) -> bytes:
-        """The head that was read, without the offer."""
+        """The head of the request without the offer."""
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._protocol.url, self._parser.get_http_version().encode())]
         for name, value in self._protocol.headers:
             if name == b"connection":

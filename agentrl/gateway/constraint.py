@@ -1,7 +1,7 @@
-"""What an answer must spell, as the server's guided decoding takes it: JSON of a schema, calls of tools, or either.
+"""Builds the constraint of an answer for the server's guided decoding: JSON of a schema, calls of tools, or either.
 
-The server masks the tokens that the grammar does not allow before it samples, and its logprobs are those of what is left. Such an answer is
-sampled with supports (`agentrl.sampling`), so the learner scores each token over the tokens that it was drawn from.
+Before it samples, the server masks the tokens that the grammar does not allow, and its logprobs are over the remaining tokens. Such an
+answer is sampled with supports (`agentrl.sampling`), so the learner scores each token over the set from which it was drawn.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from agentrl.gateway.tokens import Chat
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _WHITESPACE = 2
-"""Most white space in a row between the parts of a JSON value; without a bound a policy may say nothing else."""
+"""Maximum white space in a row between the parts of a JSON value. Without a bound, a policy could emit only white space."""
 
 
 def constraint(asked: Asked, chat: Chat) -> str:
-    """What the answer must spell, as the JSON of vLLM's structural tag; empty: anything. Raises `Refused`."""
+    """The constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `Refused`."""
     names = asked.forced
     if asked.shape is not None and asked.calls and not names:
         names = tuple(tool["function"]["name"] for tool in asked.tools)
@@ -39,7 +39,7 @@ def constraint(asked: Asked, chat: Chat) -> str:
 
 
 def _calls(asked: Asked, names: Sequence[str], chat: Chat) -> dict[str, Any]:
-    """One or more calls of these tools."""
+    """The format of one or more calls of these tools."""
     schemas, tags, between = Schemas(), [], ""
     for at, tool in enumerate(asked.tools):
         function = tool["function"]
@@ -47,7 +47,7 @@ def _calls(asked: Asked, names: Sequence[str], chat: Chat) -> dict[str, Any]:
             continue
         frame = chat.frame(function["name"])
         if frame is None or not _NAME.fullmatch(function["name"]):
-            why = "the policy's form of calls is not one of those that can be forced" if frame is None else "its name has other letters"
+            why = "guided decoding does not support the policy's form of calls" if frame is None else "its name may only have A-Za-z0-9_.-"
             where = asked.forced_by or "tools"
             raise Refused("unsupported", f"{where}: a call of {function['name'][:100]!a} cannot be forced: {why}.", param=where)
         try:

@@ -1,9 +1,9 @@
-"""The conversations of a session: which completion a request goes on from, told by what was sampled here and by the structure of the rest.
+"""The conversations of a session: finds the completion that a request continues, by the sampled text and the structure of the rest.
 
-A node is one sampled turn. It is found again by a digest of the conversation up to it, in which nothing counts that clients change:
-reasoning, white space, the order of JSON keys, ids of calls, system messages at the head, how many messages a turn is given back as. Among
-nodes with the same digest the ids decide. A request whose conversation is none of ours is the beginning of another context. It goes on in
-the conversation whose opening it has; otherwise, where it comes from is told by what it holds.
+A node is one sampled turn. A request finds it by a digest of the conversation up to it. The digest ignores what clients change: reasoning,
+white space, the order of JSON keys, ids of calls, system messages at the head, and the number of messages into which a turn is split. If
+nodes have the same digest, the ids decide. A request that matches no conversation starts another context. It continues the conversation
+with the same opening; if there is none, its content determines its parent.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ SAME_SYSTEM = 0.5
 
 
 class End:
-    """The end of a conversation: what came before the assistant's turn that it ends in, and what that turn says.
+    """The end of a conversation: a digest of the messages before its last assistant turn, and the content of that turn.
 
-    Clients give one turn back as several messages, and several turns, after one that was cut, as one: what they say is added up.
+    Clients may send one turn back as several messages, and several turns, after one that was cut, as one message. So the contents of
+    consecutive assistant messages are concatenated.
     """
 
     __slots__ = ("_before", "_calls", "_words")
@@ -53,7 +54,7 @@ class End:
         return _digest(self._before, b"assistant\0", self._words.digest(), self._calls.digest())
 
     def said(self, content: str, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> End:
-        """With what the assistant says next."""
+        """The end after another message of the assistant."""
         end = End(self._before)
         end._words = blake2b(digest_size=16) if self._words is None else self._words.copy()
         end._calls = blake2b(digest_size=16) if self._calls is None else self._calls.copy()
@@ -66,15 +67,15 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What a context begins with, up to the first turn of an assistant: characters and digest of its text, and whether more follows."""
+    """The start of a context, up to the first assistant turn: characters and digest of its text, and whether more follows."""
 
     chars: int
     digest: bytes
-    text: str = field(default="", compare=False)  # of a request; not kept
+    text: str = field(default="", compare=False)  # only for a request; not kept
     more: bool = False
 
     def begins(self, other: Opening) -> bool:
-        """Whether the other one is this one, continued in messages or in its own text."""
+        """Whether the other opening continues this one, with more messages or with more text."""
         if self.chars == other.chars and self.digest == other.digest:
             return other.more
         return 0 < self.chars < other.chars and other.text[self.chars].isspace() and _text_digest(other.text[: self.chars]) == self.digest
@@ -86,7 +87,7 @@ class Node:
 
     line: LiveTrajectory
     turn: int
-    end: End  # of the conversation, this turn included
+    end: End  # of the conversation, including this turn
     opening: Opening  # of its context
     messages: int  # of the request that it answers
     system: frozenset[bytes]  # the lines of the system messages, and their lengths
@@ -106,11 +107,11 @@ class Node:
 
     @property
     def call_ids(self) -> tuple[str, ...]:
-        """Of the calls that the client knows."""
+        """The ids of the calls that the client received."""
         return tuple(one for one in self.all_ids if one not in self.withheld)
 
     def tells_calls(self, texts: Sequence[str]) -> bool:
-        """Whether one of the texts holds a text of a call's arguments."""
+        """Whether one of the texts contains a string from a call's arguments."""
         return any(_told(call, texts) for call in self.line.turns[self.turn].message.tool_calls[:MAX_CALLING])
 
 
@@ -132,8 +133,8 @@ class Place:
     lengths: Mapping[bytes, int]
     tools: bytes
     system_changed: bool = False
-    answers: Node | None = None  # the turn whose calls run no more: the program has put them into words
-    aside: bool = False  # whether it may be a call beside the work: it quotes its parent, or is asked without the parent's tools
+    answers: Node | None = None  # the turn whose calls no longer run, because the program has written them as text
+    aside: bool = False  # whether it may be auxiliary: it quotes its parent, or is requested without the parent's tools
 
 
 @dataclass(slots=True)
@@ -169,7 +170,7 @@ class Graph:
         return Place(kind=kind, parent=parent, aside=aside, **known)
 
     def goes_on(self, asked: Asked) -> tuple[Node | None, tuple[Said, ...]]:
-        """The turn that a request goes on from with exact tokens, and the messages after it, without taking a place."""
+        """The turn that a request continues with exact tokens, and the messages after it. Does not change the graph."""
         system, lengths = _lines(asked.system)
         tools = _tools_digest(asked)
         at, node, _ = self._found(asked)
@@ -178,9 +179,9 @@ class Graph:
         return node, _renamed(asked.messages, at, node)
 
     def rejoined(self, asked: Asked) -> Asked:
-        """The request with each turn of ours in one piece again whose calls it gives back one by one, each with its result."""
+        """The request with sampled turns joined again, if the client sends their calls one by one, each with its result."""
         made: list[Said] = []
-        turn: tuple[int, Node] | None = None  # its place in `made`
+        turn: tuple[int, Node] | None = None  # its index in `made`, and the turn
         for one in asked.messages:
             node = self._by_call.get(one.call_ids[0]) if one.call_ids else None
             if one.message.role == "assistant":
@@ -219,7 +220,7 @@ class Graph:
         return self._last.get(line.index)
 
     def _found(self, asked: Asked) -> tuple[int, Node | None, tuple[End, ...]]:
-        """The last message of the request that ends a turn of ours in the conversation it was sampled in: its place, and the turn."""
+        """The index of the last message that ends a sampled turn in its original conversation, and that turn."""
         start = self._by_answer.get(asked.after)
         ends = chain(asked.messages) if start is None else chain(asked.messages, start.end, start.call_ids)
         for at in range(len(asked.messages), 0, -1):
@@ -230,10 +231,10 @@ class Graph:
         return 0, start, ends
 
     def _conversation(self, asked: Asked, opening: Opening, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> Node | None:
-        """The newest turn of the conversation that a request goes on in, whose history its program has put into other words.
+        """The newest turn of the conversation that a request continues with a rewritten history.
 
-        It has the opening of a context of ours, a system message that is mostly the same, and more messages or words of that context. A
-        text that a running call hands on as it is, behind that opening, is the beginning of a sub-agent.
+        Such a request has the opening of an earlier context, a mostly identical system message, and more messages or words of that context.
+        If the text after that opening is exactly an argument of a running call, the request starts a sub-agent instead.
         """
         nodes, most, chars = MAX_SEARCHED
         newest = list(self._last.values())[: -nodes // 4 - 1 : -1]
@@ -247,7 +248,7 @@ class Graph:
         return next(told, None) or next(longer, None)
 
     def _hands_on(self, text: str) -> bool:
-        """Whether the whole of a text is one that a running call gives to a sub-agent."""
+        """Whether a text is exactly an argument of a running call, which passes it to a sub-agent."""
         running = islice(reversed(self._waiting.items()), MAX_CALLING)
         return bool(text) and any(
             text in _strings(node.line.turns[node.turn].message.tool_calls[at].arguments) for node, free in running for at in free
@@ -332,12 +333,12 @@ def _opening(messages: Sequence[Said]) -> Opening:
 
 
 def _adds(turn: Said, more: Said) -> bool:
-    """Whether the second one holds calls that the first one does not."""
+    """Whether the second message has only calls that the first one does not have."""
     return not set(more.call_ids) & set(turn.call_ids)
 
 
 def _renamed(messages: Sequence[Said], at: int, node: Node) -> tuple[Said, ...]:
-    """The messages after a turn of ours, its calls under the ids that they were given, where the client calls them otherwise."""
+    """The messages after a sampled turn, with the original ids of its calls if the client uses other ids."""
     first = next((place for place in range(at, 0, -1) if messages[place - 1].message.role != "assistant"), 0)
     theirs = tuple(name for one in messages[first:at] for name in one.call_ids)
     ours = node.call_ids if len(theirs) == len(node.call_ids) else theirs

@@ -41,7 +41,7 @@ HINTS: Mapping[str, Check] = {
     **{"user": text, "metadata": mapping, "client_metadata": mapping, "service_tier": one_of("auto", "default")},
     **{"prompt_cache_key": text, "prompt_cache_retention": text, "safety_identifier": text},
 }
-"""Fields that are checked and change nothing. `max_tool_calls` bounds tools of the server's, of which there are none."""
+"""Fields that are checked but have no effect. `max_tool_calls` limits built-in tools of the server, and the gateway has none."""
 
 NOTHING: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -63,7 +63,7 @@ INCLUDED = (
     *(ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url"),
 )
-"""What an answer may include. All but the first are of tools and pictures that no answer here has."""
+"""Values of `include`. All except the first concern tools and pictures that no answer of the gateway has."""
 
 _FORMAT = ("type", "name", "description", "schema", "strict")
 _PREFIX = "resp_"
@@ -101,7 +101,7 @@ def read(body: Any) -> Asked:
 
 
 def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for how the answer is written and kept; options that are objects are checked."""
+    """The options that determine how the answer is written and stored. Also checks options that are objects."""
     shape = fields(given(asked.get("text"), {}), ("format", "verbosity"), where="text")
     check_all(shape, {"verbosity": one_of("low", "medium", "high")}, "text")
     summaries = dict.fromkeys(("summary", "generate_summary"), one_of("auto", "concise", "detailed", "none"))
@@ -117,7 +117,7 @@ def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a choice of tools asks for."""
+    """The fields of `Asked` for a choice of tools."""
     if isinstance(value, str):
         return choice_of({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, "tool_choice")
     about = mapping(value, "tool_choice")
@@ -125,7 +125,7 @@ def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shape(value: Any) -> Mapping[str, Any] | None:
-    """The schema of the JSON that the answer must be."""
+    """The JSON schema of the answer, if one is requested."""
     where = "text.format"
     about = fields(given(mapping(value, "text").get("format"), {"type": "text"}), _FORMAT, where=where)
     if about.get("type") == "json_schema":
@@ -228,9 +228,9 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Any]) -> list[Said]:
-    """Items as messages: the texts and the calls of one turn, which are items of their own in any order, are put together."""
+    """Converts items to messages. Joins the texts and calls of one turn, which are separate items in any order."""
     made: list[Said] = []
-    texts: list[str] = []  # of the turn that is being put together
+    texts: list[str] = []  # of the turn that is being joined
     calls: list[tuple[str, ToolCall]] = []
     spoken = False
 
@@ -291,7 +291,7 @@ def _content(value: Any, where: str) -> str:
 
 
 def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], frozenset[str]]:
-    """The tools of a request; of those in a namespace, which the policy knows by both names in one, the two names; the strict ones."""
+    """The tools of a request; the namespace and name of tools in a namespace, which the policy sees as one name; the strict tools."""
     tools: list[dict[str, Any]] = []
     spaces: dict[str, tuple[str, str]] = {}
     strict: set[str] = set()

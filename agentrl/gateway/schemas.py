@@ -1,6 +1,6 @@
-"""JSON schemas of programs, built again of keywords that are known, within bounds: the server compiles them, for everybody.
+"""Rebuilds the JSON schemas of programs from known keywords, within bounds, because the server compiles them and is shared by all sessions.
 
-What a schema asks for is kept or refused; what only describes is left out.
+A keyword that restricts the value is kept or rejected. A keyword that only describes it is dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from agentrl.gateway.asked import Refused, given, inside, listed, mapping, stora
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512
-"""Schemas within the schemas of one request."""
+"""Nested schemas in all schemas of one request."""
 MAX_CHARS = 1 << 15
-"""Characters of all names and values in them."""
+"""Characters of all names and values in these schemas."""
 MAX_COUNT = 1024
-"""Bound on the bounds of lengths."""
+"""Largest value of `minItems`, `maxLength` and similar keywords."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _ANNOTATIONS = frozenset(
     ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
@@ -35,10 +35,10 @@ class Schemas:
 
     def __init__(self) -> None:
         self._schemas = self._chars = 0
-        self._wanted: set[str] = set()  # definitions that are referred to
+        self._wanted: set[str] = set()  # definitions to which a `$ref` points
 
     def rebuilt(self, value: Any, where: str) -> dict[str, Any]:
-        """A schema with its definitions. Raises `Refused` with the path of what is not supported."""
+        """The rebuilt schema with its definitions. Raises `Refused` with the path of an unsupported part."""
         self._wanted.clear()
         about = mapping(storable(value, where), where)
         made = self._schema({name: one for name, one in about.items() if name not in ("$defs", "definitions")}, where, 0)
@@ -51,7 +51,7 @@ class Schemas:
             if name not in definitions:
                 raise Refused("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
             if name in _same_as(name, definitions):
-                raise Refused("invalid", f"{where}: definition {name[:80]!a} is only itself.", param=where)
+                raise Refused("invalid", f"{where}: definition {name[:80]!a} refers only to itself.", param=where)
         return made
 
     def _schema(self, value: Any, where: str, depth: int) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Schemas:
         return made
 
     def _keyword(self, key: str, value: Any, where: str, depth: int) -> dict[str, Any]:
-        """What a keyword becomes."""
+        """The rebuilt form of a keyword."""
         match key:
             case "$ref":
                 found = _REFERENCE.fullmatch(text(value, where))
@@ -89,7 +89,7 @@ class Schemas:
             case "anyOf" | "oneOf" | "allOf" | "prefixItems":
                 some = [self._schema(one, f"{where}[{at}]", depth) for at, one in enumerate(listed(value, where))]
                 if key == "allOf" and len(some) != 1:
-                    raise Refused("unsupported", f"{where}: must hold one schema.", param=where)
+                    raise Refused("unsupported", f"{where}: must contain exactly one schema.", param=where)
                 return some[0] if key == "allOf" else {"prefixItems" if key == "prefixItems" else "anyOf": some}
             case "items":
                 return {key: self._schema(value, where, depth)}
@@ -100,7 +100,7 @@ class Schemas:
     def _text(self, value: str, where: str) -> str:
         self._chars += len(value)
         if self._chars > MAX_CHARS:
-            raise Refused("invalid", f"{where}: names and values of more than {MAX_CHARS} characters.", param=where)
+            raise Refused("invalid", f"{where}: names and values have more than {MAX_CHARS} characters.", param=where)
         return value
 
 
@@ -112,7 +112,7 @@ def _among(values: Sequence[Any], known: Sequence[str], where: str) -> list[str]
 
 
 def _plain(key: str, value: Any, where: str) -> Any:
-    """The value of a keyword that holds no schemas."""
+    """The value of a keyword that does not contain schemas."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if key == "additionalProperties" and isinstance(value, bool):
         return value
@@ -122,11 +122,11 @@ def _plain(key: str, value: Any, where: str) -> Any:
         return value
     if key == "format":
         return _among([value], _FORMATS, where)[0]
-    raise Refused("unsupported", f"{where}: this keyword, or its value, is not supported in a schema of an answer.", param=where)
+    raise Refused("unsupported", f"{where}: this keyword or its value is not supported in the schema of an answer.", param=where)
 
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:
-    """The definitions that a definition may be without a character of its own."""
+    """The definitions that a definition reaches through `$ref` and `anyOf` without consuming a character."""
     found: set[str] = set()
     left: list[Any] = [definitions[name]]
     while left:

@@ -159,7 +159,7 @@ class Gateway:
             Route("/sessions/{session:path}/reward", self._reward, methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers={404: self._no_route, 405: self._no_route})
-        app.router.redirect_slashes = False  # to where the Host header says, before a key is checked
+        app.router.redirect_slashes = False  # a redirect would use the Host header before a key is checked
         return Identified(app)
 
     def _endpoint(self, protocol: Protocol) -> Callable[[Request], Any]:
@@ -169,7 +169,7 @@ class Gateway:
         return self._guarded(answer)
 
     def _guarded(self, answer: Callable[[Session, Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """A route for those who have the key of a session, which counts what is refused."""
+        """A route that requires the key of a session and counts refused requests."""
 
         async def guarded(request: Request) -> Response:
             session: Session | None = None
@@ -259,7 +259,7 @@ class Gateway:
 
 
 def _spoken(request: Request) -> Any:
-    """The protocol of a request, for its errors and for what both of OpenAI's and Anthropic's have."""
+    """The protocol of a request, for its errors and for the routes that OpenAI and Anthropic share."""
     anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
     return anthropic_messages if anthropic else chat_completions
 

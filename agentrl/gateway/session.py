@@ -64,7 +64,7 @@ class Session:
     limit: str = ""  # "turn_limit" or "wall_limit" once it is reached; "refused" after too many refusals
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
-    kept: dict[str, Any] = field(default_factory=dict)  # answers that were stored, by id, as they were written
+    kept: dict[str, Any] = field(default_factory=dict)  # id -> stored answer, as it was written
     _refused: int = 0
     _graph: Graph = field(default_factory=Graph)
     _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Session:
     _busy: set[int] = field(default_factory=set)  # trajectories in which a turn is being sampled
     _shown: dict[int, tuple[int, int]] = field(default_factory=dict)  # trajectory -> tools and messages of its first request
     _names: dict[int, str] = field(default_factory=dict)  # of trajectories
-    _asides: set[int] = field(default_factory=set)  # trajectories that may be calls beside the work
+    _asides: set[int] = field(default_factory=set)  # trajectories that may be auxiliary
     _answered_at: dict[int, float] = field(default_factory=dict)
 
     async def ask(self, asked: Asked, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
@@ -102,7 +102,7 @@ class Session:
         return await self._wait(given, gone)
 
     def count(self, asked: Asked) -> int:
-        """Tokens of the context that a request would be answered in. Takes no place in the tree, and samples nothing. Raises `Refused`."""
+        """The number of prompt tokens of a request. Does not change the graph and samples nothing. Raises `Refused`."""
         self._check(asked)
         self.counts["counted"] += 1
         if self.counts["counted"] > MAX_REFUSED:
@@ -268,7 +268,7 @@ class Session:
         return self._kept(asked, place, line, new, parsed, stop)
 
     def _read(self, line: LiveTrajectory, completion: Completion, asked: Asked) -> tuple[Parsed, str]:
-        """Reads a completion and adds it as a turn; also the stop sequence that ends it.
+        """Reads a completion and adds it as a turn. Also returns the stop sequence that ends it.
 
         Raises `PolicyFault` if it cannot be read; the turn is added anyway.
         """
@@ -288,7 +288,7 @@ class Session:
         return parsed, stop
 
     def _withheld(self, parsed: Parsed, asked: Asked) -> dict[int, str]:
-        """The calls of a completion that the client did not ask for, by their number, and what the policy is shown in place of a result."""
+        """The calls of a completion that the client does not receive: index of the call -> text for the policy in place of a result."""
         schemas = {tool["function"]["name"]: tool for tool in asked.tools if tool["function"]["name"] in asked.strict}
         withheld: dict[int, str] = {}
         for number, call in enumerate(parsed.message.tool_calls):
@@ -400,9 +400,9 @@ class Session:
         self._seal()
 
     def _seal(self) -> None:
-        """Gives contexts of one turn that nothing goes on from, and that stand beside the work, the name `auxiliary`: titles, summaries.
+        """Marks contexts of one turn that no request continues and that are not the main work as `auxiliary`: titles, summaries.
 
-        Those without a parent are auxiliary if they have no tools; so are those that quote the work, or ask about it without its tools.
+        Contexts without a parent are auxiliary if they have no tools. So are contexts that quote the work or ask about it without tools.
         """
         lines = self.episode.trajectories
         asides = {line.index for line in lines if line.index in self._asides and len(line.turns) == 1}
@@ -426,9 +426,9 @@ class Session:
             )
 
     def _work(self, roots: Sequence[LiveTrajectory], followed: set[int]) -> set[int]:
-        """The contexts without a parent that are the main agent's: with tools, or more than one turn.
+        """The contexts without a parent that belong to the main agent: those with tools or more than one turn.
 
-        A program that has neither asks for each turn in a context of its own; these have one system message in common.
+        If there are none, the program requests each turn in a separate context, and the contexts that share a system message are the work.
         """
         work = {line.index for line in roots if self._shown[line.index][0] or len(line.turns) > 1 or line.index in followed}
         last = [node for line in roots if (node := self._graph.last(line)) is not None]
@@ -456,7 +456,7 @@ def _shown(asked: Asked) -> list[Message]:
 
 
 def _with_withheld(new: tuple[Said, ...], before: Node) -> tuple[Said, ...]:
-    """The messages after a turn, with a result for each of its calls that the client was not given, in the order of the calls."""
+    """The messages after a turn, with a result for each call that the client did not receive, in the order of the calls."""
     results = [one for one in new if one.message.role == "tool"]
     if not (results and before.withheld):
         return new

@@ -37,7 +37,7 @@ class Parsed(Protocol):
 
 
 class Frame(Protocol):
-    """What stands around the arguments of a call of one tool, how these are written, and what stands between two calls."""
+    """The text around the arguments of a call of one tool, the style of the arguments, and the text between two calls."""
 
     @property
     def begin(self) -> str: ...
@@ -71,22 +71,22 @@ class Chat(Protocol):
     def tool_delta(self, outputs: Sequence[str], after: Any = None) -> tuple[int, ...]: ...
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a completion says, control tokens included, without the token that ends it."""
+        """The text of a completion, including control tokens, without the token that ends it."""
         ...
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> Parsed: ...
 
     def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-        """What is wrong with the arguments of a call of the tool with this schema; empty when nothing is."""
+        """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
         ...
 
     def frame(self, name: str) -> Frame | None:
-        """Of a call of the tool with this name; None where the policy cannot be held to its form of calls."""
+        """The frame of a call of the tool with this name; None if guided decoding cannot enforce the policy's form of calls."""
         ...
 
     @property
     def thinks_first(self) -> bool:
-        """Whether a completion begins within what is thought."""
+        """Whether a completion starts inside a reasoning block."""
         ...
 
     def fenced(self, message: Message) -> Message: ...
@@ -148,7 +148,7 @@ class Tokens:
         return whole[end + 1 if ended else end :]
 
     def up_to(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str]:
-        """How many tokens of a completion there are up to the one that completes a stop sequence, and that sequence; else all, and none."""
+        """The number of tokens up to the one that completes a stop sequence, and that sequence; else all tokens and an empty text."""
 
         def reached(count: int) -> bool:
             text = self.chat.text(ids[:count])
@@ -160,7 +160,7 @@ class Tokens:
         return count, until(self.chat.text(ids[:count]), stops)[1]
 
     def _open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """A system message in mid-conversation is a user's for a template that takes none there."""
+        """Changes a system message in mid-conversation to a user message if the template does not accept one there."""
         head = next((at for at, one in enumerate(messages) if one.role != "system"), len(messages))
         late = {at for at, one in enumerate(messages) if one.role == "system" and at > head}
         try:
@@ -188,7 +188,7 @@ class Tokens:
 
 
 def until(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text before the stop sequence that ends first in it, and that sequence; else all of it, and none."""
+    """The text before the stop sequence that ends first, and that sequence; else the full text and an empty text."""
     found = [(text.find(one) + len(one), -len(one), one) for one in stops if one in text]
     if not found:
         return text, ""
@@ -197,7 +197,7 @@ def until(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 
 def stopped(completion: Completion, count: int) -> Completion:
-    """The first tokens of a completion, as one that was stopped there: when to stop depends on these alone, so each is as sampled."""
+    """The first tokens of a completion. The stop depends only on these tokens, so their sampling distribution does not change."""
     return Completion(
         token_ids=completion.token_ids[:count],
         logprobs=completion.logprobs[:count],

@@ -1,4 +1,4 @@
-"""Requests and answers of the gateway as HTTP: keys, bodies, who may ask from where, and an id for every request."""
+"""HTTP of the gateway: keys, bodies, the check of Host and Origin, and an id for every request."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 REQUEST_ID = "agentrl.request_id"
-"""In the scope of a request."""
+"""Key of the request's id in its ASGI scope."""
 _ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
-_ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}  # how zlib is to take them
+_ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}  # the `wbits` argument of zlib
 _PRIVATE = (".localhost", ".local", ".internal")  # names that are never public
 _AUTHORITY = re.compile(r"(?:https?://)?(\[[0-9A-Fa-f:.]*\]|[^:/@]*)(?::[0-9]*)?")
 
 
 class Identified:
-    """An ASGI application whose answers bear the id of their request; a client that has closed its direction gets no second one."""
+    """Wraps an ASGI application: adds the request's id to the answer, and closes the connection of a client that has closed its side."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -46,14 +46,15 @@ class Identified:
 
 
 def check_source(headers: Mapping[str, str]) -> None:
-    """Raises `Refused` for a request to a host, or from a web page of a host, that has a name of the public internet.
+    """Raises `Refused` if the Host or Origin of a request is a public internet name.
 
-    A page may have its own name resolve to this machine (DNS rebinding). The gateway is reached at an address, or at a name of one label.
+    A web page may have its own name resolve to this machine (DNS rebinding). Clients reach the gateway at an address, a name of one label
+    or a private name.
     """
     for header in ("host", "origin"):
         value = headers.get(header)
         if value is not None and not _is_local(value):
-            raise Refused("wrong_host", f"The {header.title()} of this request, {value[:100]!a}, is none that the gateway answers.")
+            raise Refused("wrong_host", f"The {header.title()} of this request, {value[:100]!a}, is not a local name or an address.")
 
 
 def _is_local(authority: str) -> bool:
@@ -73,19 +74,19 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """The SDKs of OpenAI and Anthropic count their attempts in this header."""
+    """Whether an SDK of OpenAI or Anthropic repeats a request: it counts its attempts in a header."""
     count = headers.get("x-stainless-retry-count", "")
     return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 async def body_of(request: Request, within_s: float) -> Any:
-    """The JSON of a request. Raises `Refused` for one that is too long, comes too slowly, or is none."""
+    """The JSON of a request. Raises `Refused` for a body that is too long, arrives too slowly, or is not JSON."""
     from starlette.requests import ClientDisconnect
 
     kept, size = [], 0
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > MAX_BODY:
-        raise Refused("too_large", f"The request has {declared[:20]} bytes; at most {MAX_BODY} are taken.")
+        raise Refused("too_large", f"The request has {declared[:20]} bytes; the maximum is {MAX_BODY}.")
     try:
         async with asyncio.timeout(within_s):
             async for piece in request.stream():
@@ -94,14 +95,14 @@ async def body_of(request: Request, within_s: float) -> Any:
                     raise Refused("too_large", f"The request has more than {MAX_BODY} bytes.")
                 kept.append(piece)
     except TimeoutError:
-        raise Refused("invalid", f"The request did not come within {within_s:g} s.") from None
+        raise Refused("invalid", f"The request did not arrive within {within_s:g} s.") from None
     except ClientDisconnect:
-        raise Refused("invalid", "The client has gone away.") from None
+        raise Refused("invalid", "The client has disconnected.") from None
     return read_json(_decoded(b"".join(kept), request.headers.get("content-encoding", "")))
 
 
 def _decoded(content: bytes, encoding: str) -> bytes:
-    """A body without its encoding, which may expand to no more than a body may have. Raises `Refused`."""
+    """The decompressed body, within the bound on bodies. Raises `Refused`."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return content
@@ -111,16 +112,16 @@ def _decoded(content: bytes, encoding: str) -> bytes:
     try:
         plain = decoder.decompress(content, MAX_BODY + 1)
     except zlib.error:
-        raise Refused("invalid", f"The body is not {name}.") from None
+        raise Refused("invalid", f"The body is not valid {name}.") from None
     if len(plain) > MAX_BODY:
         raise Refused("too_large", f"The request has more than {MAX_BODY} bytes.")
     if not decoder.eof or decoder.unused_data:
-        raise Refused("invalid", f"The body is not one stream of {name}.")
+        raise Refused("invalid", f"The body is not exactly one complete {name} stream.")
     return plain
 
 
 async def watch(request: Request, gone: asyncio.Event) -> None:
-    """Sets `gone` when the client closes its connection, or its direction of it."""
+    """Sets `gone` when the client closes its connection or its side of it."""
     while not request.scope.get(HALF_CLOSED):
         if (await request.receive())["type"] == "http.disconnect":
             break

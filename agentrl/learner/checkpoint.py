@@ -179,13 +179,13 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
 
 
 def _make_room(root: Path, spare: Collection[int]) -> None:
-    """Removes all but the newest checkpoint, and those numbered `spare`, if the disk has no room for another of its size."""
+    """Removes all checkpoints except the newest and those numbered `spare`, if the disk has no space for another one of the same size."""
     folders = _folders(root)
     if len(folders) < 2:
         return
     size = sum(path.stat().st_size for path in folders[-1].rglob("*") if path.is_file())
     if shutil.disk_usage(root).free < size and _intact(folders[-1]):
-        log.warning("%s: the disk is nearly full, so that only the newest checkpoint is kept while the next is written", root)
+        log.warning("%s: the disk is nearly full, so only the newest checkpoint is kept while the next is written", root)
         _prune(root, 1, spare)
 
 

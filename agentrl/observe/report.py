@@ -151,7 +151,7 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 
 
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
-    """The starts of a run that had several: number, time, steps done by then, and how each ended."""
+    """The starts of a run: number, time, steps done at the start, and how each ended. Empty if there was only one."""
     rows: list[tuple[str, ...]] = [
         (str(number), one.began, str(one.step), one.ended, printable(one.why)[:_WHY_SHOWN])
         for number, one in enumerate(summary.sessions, 1)
@@ -178,7 +178,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         (f"{summary.steps:,}", "learner steps"),
         (f"{summary.episodes:,}", "training episodes"),
         (f"{summary.episodes_left_out:,}", "left out"),
-        *([(f"{summary.attempts_failed:,}", "attempts failed by faults")] if summary.attempts_failed else []),
+        *([(f"{summary.attempts_failed:,}", "attempts ended by faults")] if summary.attempts_failed else []),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
         *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
         *([(f"{summary.attempts_cancelled:,}", "attempts cancelled")] if summary.attempts_cancelled else []),

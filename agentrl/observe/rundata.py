@@ -159,7 +159,7 @@ def _text(path: Path, notes: list[str]) -> str | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        notes.append(f"{path.name} cannot be read: it {error}")
+        notes.append(f"{path.name} cannot be read, because it {error}")
         return None
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")

@@ -1,6 +1,6 @@
-"""The starts of a run: when each driver began and how it ended. `sessions.jsonl` has a line for each beginning and each end.
+"""The starts of a run: when each driver started and how it ended. `sessions.jsonl` has one line for each start and one for each end.
 
-A driver that was killed leaves no second line.
+A driver that was killed leaves no line for its end.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class Session(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     began: str
-    """Time in UTC."""
+    """Start time in UTC."""
     step: int = Field(ge=0)
-    """Learner steps done by then."""
+    """Learner steps done at the start."""
     ended: Ended = "killed"
-    """`interrupted`: by a person; `failed`: by a fault; `killed`: without a word. The newest may still run."""
+    """`interrupted`: by the user; `failed`: by a fault; `killed`: no end was recorded. The newest session may still be running."""
     why: str = ""
-    """Of one that failed."""
+    """The reason if the session failed."""
     attempts_failed: int = Field(0, ge=0)
-    """Attempts that ended in a fault not caused by the policy, since the last step that was recorded."""
+    """Attempts since the last recorded step that ended in a fault that the policy did not cause."""
 
 
 def begin(folder: Path) -> None:
-    """Notes that a driver begins, and how many learner steps are done."""
+    """Records the start of a driver and the number of learner steps done."""
     steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
     append_lines(folder / FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
 
 
 def end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
-    """Notes how the driver ended, once. `figures`: of `agentrl.failure.rate.FaultRate`, since the last step."""
+    """Records how the driver ended, once. `figures` come from `agentrl.failure.rate.FaultRate`, since the last step."""
     if not any(b'"began"' in line for line in whole_lines(folder / FILE)[-1:]):
         return
     failed = int(figures.get("attempts_failed", 0))
@@ -54,7 +54,7 @@ def end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float]
 
 
 def read(folder: Path) -> tuple[Session, ...]:
-    """The starts of a run, the oldest first; none without the file. What is no such line is ignored."""
+    """The starts of a run, the oldest first; empty if the file is missing. Other lines are ignored."""
     found: list[Session] = []
     for text in whole_lines(folder / FILE):
         try:

@@ -50,7 +50,7 @@ class Rate:
 def difference(before: Rate, after: Rate) -> tuple[float, float]:
     """95% interval of `after.value - before.value` from the intervals of both, whatever their n (MOVER, Zou and Donner 2008).
 
-    It takes the two as independent, so that for the same tasks it is too wide rather than too narrow.
+    It treats the two as independent. If both are from the same tasks, it is rather too wide than too narrow.
     """
     change = after.value - before.value
     low = math.hypot(after.value - after.ci_low, before.ci_high - before.value)

@@ -44,11 +44,11 @@ class Summary(BaseModel):
     steps: int = Field(ge=0)
     """Learner steps done."""
     episodes: int = Field(ge=0)
-    """Training episodes that are stored, those of a step that was not finished included."""
+    """Stored training episodes, including those of an unfinished step."""
     episodes_left_out: int = Field(ge=0)
     """Of them, left out of the loss: a task or infrastructure failure, or a verifier that gave no score."""
     attempts_failed: int = Field(0, ge=0)
-    """Attempts that ended in a fault not caused by the policy, those that were retried included."""
+    """Attempts that ended in a fault that the policy did not cause, including attempts that were retried."""
     left_out_reasons: dict[str, int] = {}
     """Reason -> episodes left out for it, the most frequent first; names of single episodes and sandboxes are `*`."""
     attempts_cancelled: int = Field(0, ge=0)

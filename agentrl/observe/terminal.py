@@ -48,8 +48,8 @@ class Progress:
     rewards: list[float] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     training: bool = False
-    first_step: int = 0  # that this driver made
-    step_times: list[float] = field(default_factory=list)  # when training began, and when each step that this driver made ended
+    first_step: int = 0  # first step of this driver
+    step_times: list[float] = field(default_factory=list)  # start of training, then the end of each step of this driver
 
     def begin_stage(self, name: str, detail: str) -> None:
         self.stage, self.detail, self.counted = name, detail, None
@@ -70,11 +70,11 @@ class Progress:
     def finished_step(self, step: int, metrics: Mapping[str, float]) -> str:
         """Takes the figures of a step in; returns what a person should hear of it: that it changed nothing, the first time one does."""
         self.step, self.metrics = step, dict(metrics)
-        if self.training:  # else an earlier driver made the step, and this one only records it
+        if self.training:  # otherwise an earlier driver did the step, and this one only records it
             self.step_times.append(time.monotonic())
             if not self.first_step:
                 self.first_step = step
-                if step > 1:  # of a resumed run, which may have had the groups already
+                if step > 1:  # a resumed run may already have had the groups of its first step
                     del self.step_times[0]
         self.swaps += "swap_stall_ms" in metrics
         if "reward_mean" in metrics:

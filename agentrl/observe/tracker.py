@@ -77,7 +77,7 @@ class RunTracker(Tracker):
         for tracker in self._trackers:
             try:
                 tell(tracker)
-            except BaseException as error:  # a library may even raise SystemExit: rich does for a pipe that nobody reads
+            except BaseException as error:  # a library may raise SystemExit: rich does if the pipe has no reader
                 if usercode.interrupted(error):
                     raise
                 usercode.report(f"tracker {type(tracker).__name__}", error)

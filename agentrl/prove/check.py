@@ -303,7 +303,7 @@ def _figures(proof: Proof) -> Table:
 
 
 def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
-    """A row for each cause. Cases without a score have one if they say the same; cases with a wrong score, if the same score was due."""
+    """One row for each cause. Cases without a score share a row if their messages agree; cases with a wrong score, if the due scores do."""
     wrong = [case for case in cases if not case.ok]
     title = f"{len({case.task for case in wrong})} of {len({case.task for case in cases})} tasks are wrong"
     table = Table("tasks", "cases", "due", "scored", "why", title=title)
@@ -321,7 +321,7 @@ def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
 
 
 def _cause(case: CaseResult) -> str:
-    """What a case says, without what differs from task to task: its name, and numbers."""
+    """The message of a case without its task's name and numbers, which differ between tasks."""
     return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))
 
 

@@ -24,9 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--agentrl-model", default="", metavar="NAME", help="the model's name at a URL")
     group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that holds the key for a URL")
-    group.addoption("--agentrl-request", action="append", default=[], metavar="KEY=VALUE", help="further key of each request to a URL")
-    group.addoption("--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="further header of requests to a URL")
-    group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="what the server at a URL calls max_tokens")
+    group.addoption("--agentrl-request", action="append", default=[], metavar="KEY=VALUE", help="additional key of each request to a URL")
+    group.addoption("--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="additional header of each request")
+    group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="the name of max_tokens at the server of a URL")
     group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: what the case says, else its suite)")
     group.addoption(
         "--agentrl-threshold",

@@ -118,21 +118,21 @@ class _History:
         return self._usual
 
     def to_data(self) -> dict[str, Any]:
-        """For JSON, in three significant digits."""
+        """The history as JSON data, in three significant digits."""
         return {"stride": self._stride, "requests": [[float(f"{value:.3g}") for value in one] for one in self._kept]}
 
     @classmethod
     def from_data(cls, data: Any) -> _History:
-        """Raises `ValueError` for what `to_data` does not give."""
+        """Restores the history. Raises `ValueError` for data that `to_data` does not return."""
         made = cls()
         try:
             made._stride = int(data["stride"])
             made._kept = [(float(one), float(all_), float(tokens)) for one, all_, tokens in data["requests"]]
         except (TypeError, LookupError, ValueError, OverflowError) as error:
-            raise ValueError(f"no history of requests: {error}") from None
+            raise ValueError(f"not a history of requests: {error}") from None
         numbers = [value for one in made._kept for value in one]
         if made._stride < 1 or len(made._kept) > _KEPT or not all(0 < value < math.inf for value in numbers):
-            raise ValueError("no history of requests: a number is out of range")
+            raise ValueError("not a history of requests: a number is out of range")
         made._newer = len(made._kept)
         return made
 
@@ -248,9 +248,9 @@ class Pace:
         return max(usual, (tokens + READ * reads) * seconds, (tokens * in_flight + READ * (reads + others)) / throughput)
 
     def measured(self, token_s: float) -> None:
-        """Gives a pace without history the time per token of a server that had nothing else to do: the first requests are compared with it.
+        """Sets the time per token of an idle server for a pace without history. The first requests are compared with it.
 
-        Until there are others, requests in flight share this throughput, which is less than any server has.
+        Until there are other measurements, requests in flight share this throughput, which is a lower bound for any server.
         """
         if self._all or not 0 < token_s < math.inf:
             return
@@ -260,7 +260,7 @@ class Pace:
         self._measured_s = token_s
 
     def slow_start(self) -> str:
-        """An alert, once, if the first requests were slower than the server was when it was measured; else ""."""
+        """An alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
         if self._measured_s is None or len(self._all) < _FIRST:
             return ""
         usual_s, throughput = self._all.usual()
@@ -268,19 +268,19 @@ class Pace:
         if slower <= SLOW:
             return ""
         return (
-            f"the inference server has been {slower:.1f} times slower since its first requests than when it was started\n  fix: see what"
-            " else computes on this machine; this pace counts as usual from now on"
+            f"the inference server has been {slower:.1f} times slower since its first requests than when it was started\n  fix: find out"
+            " which other programs use this machine; from now on, this pace counts as usual"
         )
 
     def to_data(self) -> dict[str, Any]:
-        """The history, for JSON."""
+        """The history as JSON data."""
         sizes = {str(size): one.to_data() for size, one in self._sizes.items()}
         return {"all": self._all.to_data(), "work": self._work.to_data(), "sizes": sizes}
 
     def restore(self, data: Any) -> None:
-        """Takes on the history of an earlier process. Raises `ValueError` for what `to_data` does not give, and is unchanged then."""
+        """Restores the history of an earlier process. Raises `ValueError` for data that `to_data` does not return, and changes nothing."""
         if not isinstance(data, dict) or not isinstance(sizes := data.get("sizes"), dict) or len(sizes) > _MOST_SIZES:
-            raise ValueError("no history of requests")
+            raise ValueError("not a history of requests")
         histories = {int(size): _History.from_data(one) for size, one in sizes.items()}
         self._all, self._work = _History.from_data(data.get("all")), _History.from_data(data.get("work"))
         self._sizes = {size: one for size, one in histories.items() if len(one)}

@@ -106,7 +106,7 @@ class Requests:
         if left_s <= 0:
             self._cut = True
             return NOTHING
-        whole = bool(params.constraint)  # what a cut request has spelled is not known to the one that continues it
+        whole = bool(params.constraint)  # a continuing request does not know the grammar state of the request that was cut
         timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / PARTS)
         if first and not whole and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)

@@ -30,7 +30,7 @@ _CROWDED = 16 << 20
 
 @contextmanager
 def kept_going(folder: Path, doing: str) -> Iterator[None]:
-    """Around a step that no result depends on: an error in it is a warning, and its traceback goes to the driver's log."""
+    """Runs a step on which no result depends: an error in it becomes a warning, and its traceback goes to the driver's log."""
     try:
         yield
     except Exception as second:
@@ -40,8 +40,8 @@ def kept_going(folder: Path, doing: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
-    """An exit stack whose errors on closing go to the driver's log. If nothing else went wrong, they are a warning: what the block made is
-    there, and only what was open may be left behind. A cancellation is raised."""
+    """An exit stack whose errors on closing go to the driver's log. If the block succeeded, they become a warning, because its results are
+    complete and only open resources may be left behind. A cancellation is raised."""
     body: BaseException | None = None
     try:
         async with AsyncExitStack() as stack:
@@ -62,7 +62,7 @@ async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
 
 @asynccontextmanager
 async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Calls `close` after the block, however that ends; an error in closing is a warning."""
+    """Calls `close` after the block, whether or not it raises. An error in `close` becomes a warning."""
     try:
         yield
     finally:
@@ -73,11 +73,11 @@ async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[No
 
 
 def _left(error: BaseException) -> None:
-    log.warning("not everything could be closed, and sandboxes may be left (agentrl sandbox prune removes them): %s", short(first(error)))
+    log.warning("closing failed, and sandboxes may be left behind (agentrl sandbox prune removes them): %s", short(first(error)))
 
 
 def write_down(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
-    """Appends an event, or an error with its traceback, to `logs/driver.log` of a run folder; None when that cannot be written."""
+    """Appends an event, or an error with its traceback, to `logs/driver.log` of a run folder. Returns None if it cannot be written."""
     path = folder / DRIVER_LOG
     trace = f"{redacted(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace}"

@@ -155,7 +155,7 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 def finished(folder: Path, recipe: Recipe) -> Summary | None:
-    """The summary of a run that has finished under this recipe, so that nothing is left to be done; else None."""
+    """The summary of a run that has finished under this recipe, with no work left; else None."""
     starts = sessions.read(folder)
     if not starts or starts[-1].ended != "finished" or check_same(folder, recipe):
         return None

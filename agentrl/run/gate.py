@@ -262,7 +262,7 @@ def _runner(run: Run) -> GroupRunner:
 
 
 def _reference(run: Run, suite: Suite, candidate: PolicyVersion) -> Results | None:
-    """The evaluation of the last promoted version that has attempts at cases whose content is the same today; those attempts alone."""
+    """The evaluation of the last promoted version that has attempts at unchanged cases, reduced to these attempts."""
     keys = {case.id: case.key for case in suite.cases}
     for number in reversed(range(candidate.number)):
         version = run.registry.get(number)
@@ -288,7 +288,7 @@ def _regressions(run: Run, reference: Results, found: Results, judgement: Judgem
 
 
 def _fell(before: Scores, after: Scores) -> list[str]:
-    """The cases whose mean fell, as the rule compares them, the furthest first."""
+    """The cases whose mean fell, as the rule compares them, in order of the largest drop."""
     fell = sorted((pair.difference, pair.case) for pair in paired(before, after).pairs)
     return [case for difference, case in fell if difference < 0]
 

@@ -26,8 +26,7 @@ from agentrl.run.transcript import append
 
 
 async def evaluated_once(run: Run, phase: str, *, step: int) -> dict[str, float]:
-    """What `evaluate_served` gives; an evaluation of the same weights under the same settings, which an earlier driver of the run has
-    finished, is not made again."""
+    """Evaluates as `evaluate_served`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
     rated = measure.evaluated(run.folder, phase, of=_of(run), splits=(split for split, count in _counts(run) if count))
     if not rated:  # or nothing is held out, which is recorded as well
         return await evaluate_served(run, phase, step=step)
@@ -98,7 +97,7 @@ def _counts(run: Run) -> tuple[tuple[Split, int], ...]:
 
 
 def _of(run: Run) -> str:
-    """A hash of what an evaluation is of: the served weights and the recipe's settings."""
+    """A hash of the served weights and of the recipe's settings for evaluations."""
     settings = run.recipe.evaluation.model_dump_json(exclude={"every"})
     return hashlib.sha256(f"{run.served.sha256} {settings}".encode()).hexdigest()
 

@@ -172,7 +172,7 @@ def _report(run: Run, error: BaseException | None = None) -> Summary:
 def _ended(
     folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
 ) -> sessions.Ended:
-    """Notes how the driver ended, unless that is noted."""
+    """Records how the driver ended, unless it is already recorded."""
     fault = first(error) if error is not None and not stopped(error) else None
     how: sessions.Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
     with kept_going(folder, sessions.FILE):

@@ -119,7 +119,7 @@ def step_metrics(
         metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
     learner = version_folder / "update.json"  # gone with the weights of an old version, whose step is recorded late
     update = json.loads(learner.read_text()) if learner.exists() else {}
-    # Where both name a figure, the rollouts' is meant here, also where they have none; the learner's own stays in update.json.
+    # If both define a figure, the rollouts' value is used, even if it is absent. The learner's value stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
 
 
@@ -210,7 +210,7 @@ def save_evaluation(
 
     Args:
         bounded: the same with bounds on thinking, by the bound.
-        of: what was evaluated, for `evaluated`.
+        of: hash of the weights and settings, for `evaluated`.
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -239,7 +239,7 @@ def _thought(most: int, result: Evaluation) -> dict[str, Any]:
 
 
 def evaluated(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
-    """The rates of a phase whose evaluation is complete: of exactly `of`, with a rate on every split. None: it is still to be made."""
+    """The rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is still due."""
     path = folder / "evaluations.json"
     found: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: found.get(str(split), {}) for split in splits}

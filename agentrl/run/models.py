@@ -16,9 +16,9 @@ from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model_files, put_chat_template
 
 SAMPLING = "agentrl_sampling.json"
-"""Of a model that a run left: the sampling that it was evaluated with, for evaluations of the folder."""
+"""File in a run's result `model/`: the sampling settings of the run's evaluation, for later evaluations of the folder."""
 CARRIED = ("temperature", "top_k", "top_p", "min_p")
-"""Settings of `evaluation` in it."""
+"""Settings of `evaluation` in this file."""
 _OF_A_VERSION = ("version.json", "update.json", deltas.RECORD, deltas.FRAMES)  # in addition to the model and its reference logprobs
 
 

@@ -1,4 +1,4 @@
-"""The pace of the policy's server in the run folder: a resumed run compares the server with the whole run, not with itself."""
+"""Stores the pace of the policy's server in the run folder, so that a resumed run compares the server with the earlier sessions."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ FILE = "pace.json"
 
 
 def restored(recipe: Recipe, folder: Path) -> Pace:
-    """The pace of a run, with the history that its earlier processes left for the same settings on the same machine; else without any."""
+    """The pace of a run, with the history of its earlier processes if settings and machine are the same, else without history."""
     pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["of"] == _settings(recipe):
             pace.restore(data["history"])
         else:
-            log.warning("the usual pace of the server is measured anew: machine or settings are not those of %s", path)
+            log.warning("the usual pace of the server is measured again: machine or settings differ from those of %s", path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        log.warning("the usual pace of the server is measured anew: %s cannot be read (%s)", path, error)
+        log.warning("the usual pace of the server is measured again: %s cannot be read (%s)", path, error)
     return pace
 
 
 def keep(pace: Pace, recipe: Recipe, folder: Path) -> None:
-    """Writes the history down."""
+    """Writes the history to the run folder."""
     if pace.known:
         write(folder / FILE, json.dumps({"of": _settings(recipe), "history": pace.to_data()}))
 
 
 def _settings(recipe: Recipe) -> str:
-    """A hash of what a server's pace depends on."""
+    """A hash of the settings that determine a server's pace."""
     serving = recipe.serving.model_dump(mode="json", exclude={"port", "request_timeout_s", "startup_timeout_s", "probe_max_abs_diff"})
     machine = (platform.node(), platform.machine(), os.cpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     parts = [serving, recipe.policy.model_dump(mode="json"), recipe.device, machine]

@@ -72,8 +72,8 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
         return NamedPolicy(source=Source.ENDPOINT, name=name, model=named, model_name=model_name, key_env=key_env, requests=asked)
     if model_name or key_env or (requests or Requests()) != Requests():
         raise UserError(
-            "the name of a model, a key, and keys and headers of requests are for an endpoint",
-            fix="give --policy http(s)://HOST/v1, or leave them out",
+            f"a model's name, a key, request keys and headers are for an endpoint, and --policy {named} is none",
+            fix="give --policy http(s)://HOST/v1, or remove these options",
         )
     if (found := version_folder(named)) is not None:
         run, folder = found
@@ -108,8 +108,8 @@ def root_of(suites: Sequence[Suite]) -> Path:
 
 
 def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence[str] = ()) -> Recipe:
-    """How a policy is evaluated on suites. A version is served, sampled and put in sandboxes as its run says, and the model that a run left
-    is sampled so; else defaults hold.
+    """How a policy is evaluated on suites. A version uses its run's settings for serving, sampling and sandboxes. The model that a run left
+    uses its run's sampling settings. Otherwise defaults apply.
 
     Raises `RecipeError` for an override that is none, `UserError` for a run whose recipe cannot be read.
     """
@@ -182,8 +182,8 @@ def _longest(model: Path) -> int:
 
 
 def carried(model: Path) -> dict[str, Any]:
-    """The settings of `evaluation` that a model folder was evaluated with: its own record of them, or the recipe of the run that it lies
-    in. Empty for a model of another origin. Raises `UserError` for a record that cannot be read.
+    """The settings of `evaluation` with which a model folder was evaluated, from its own record or from the recipe of its run folder.
+    Empty for a model of another origin. Raises `UserError` if the record cannot be read.
     """
     path = model / SAMPLING
     try:
@@ -195,4 +195,4 @@ def carried(model: Path) -> dict[str, Any]:
             return {}
         return {name: found[name] for name in CARRIED}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} does not say how the model is sampled: {short(error)}", fix="delete it, and set evaluation.*") from None
+        raise UserError(f"{path} cannot be read: {short(error)}", fix="delete it, and set evaluation.temperature, top_k, ...") from None

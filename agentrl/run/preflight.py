@@ -288,7 +288,8 @@ def measured_with(recipe: Recipe) -> list[str]:
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
     """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve.
 
-    `root`: the project whose code and images alone the cases may name, else `UserError`; None: they were made by the recipe's own family.
+    `root`: the project. A case that names code or images outside it raises `UserError`. None disables this check, for cases from the
+    recipe's own family.
     """
     if root is not None:
         check_confined(suite, root)

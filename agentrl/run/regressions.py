@@ -105,7 +105,7 @@ def prepared(
     """Around an evaluation: its run folder, held by this process alone, and all the checks that are cheap.
 
     Args:
-        own: the project and the recipe that the cases are of (`held_out`), whose settings are used; None: cases of suites.
+        own: the project and the recipe from which the cases come (`held_out`), and whose settings apply. None means cases of suites.
 
     Raises `UserError` for whatever these checks tell, such as a verifier that does not resolve or a model folder that is none.
     """
@@ -147,14 +147,14 @@ def prepared(
 
 
 def held_out(recipe: Recipe, root: Path) -> Suite:
-    """The recipe's held-out tasks, and those on real data, as cases. Raises `UserError` where it has none."""
+    """The recipe's held-out tasks, and those on real data, as cases. Raises `UserError` if there are none."""
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     counts = {Split.HELDOUT: recipe.evaluation.heldout, Split.HELDOUT_REAL: recipe.evaluation.heldout_real}
     cases = [
         Case(id=f"{split}-{index:04d}", task=make_task(family, split, index)) for split, count in counts.items() for index in range(count)
     ]
     if not cases:
-        raise UserError("the recipe evaluates no held-out task", fix="set evaluation.heldout")
+        raise UserError(f"the recipe {recipe.name} evaluates no held-out task", fix="set evaluation.heldout to at least 1")
     return Suite(folder=root / recipe.name, name=recipe.name, repeats=recipe.evaluation.attempts, cases=tuple(cases))
 
 

@@ -1,4 +1,4 @@
-"""What a training run keeps on its disk, estimated from the model before anything starts."""
+"""Estimates the disk space of a training run from its model before the run starts."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from agentrl.errors import UserError
 from agentrl.recipe import Recipe
 
 _WORTH_SAYING = 2 << 30  # bytes
-_MASTERS = 12  # bytes of a trained weight in a checkpoint besides the weight: its float32 master and two moments of the optimizer
+_MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master and two optimizer moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Bytes that a run needs."""
+    """Disk space that a run needs."""
 
-    base: int  # the copy of the model that it begins with
-    version: int  # one of the policy's versions
-    checkpoint: int
-    versions: int  # kept, with the one that is being written
-    checkpoints: int
+    base: int  # bytes of the copy of the initial model
+    version: int  # bytes of one policy version
+    checkpoint: int  # bytes of one checkpoint
+    versions: int  # number of versions on the disk, including the one that is being written
+    checkpoints: int  # number of checkpoints on the disk, including the one that is being written
 
     @property
     def first(self) -> int:
-        """Until the first step is done."""
+        """Bytes until the first step is done."""
         return self.base + self.version + self.checkpoint
 
     @property
     def total(self) -> int:
-        """At most, with the result."""
+        """Maximum bytes, including the result."""
         return 2 * self.base + self.versions * self.version + self.checkpoints * self.checkpoint
 
 
 def room(recipe: Recipe, model: Path) -> Room:
-    """The room for a run that begins with `model`, a folder of safetensors. Experience and logs come on top."""
+    """The disk space for a run that starts from `model`, a folder of safetensors. Experience and logs are not included."""
     shapes = list(_shapes(model))
     width = 2 if recipe.policy.dtype == "bfloat16" else 4
     learner, weights = recipe.learner, sum(map(math.prod, shapes))
@@ -54,9 +54,9 @@ def room(recipe: Recipe, model: Path) -> Room:
 
 
 def check_room(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
-    """What a person should know of the room that a run needs in its folder; empty for little of it on a disk with enough.
+    """Notes on the disk space that a run needs in its folder; empty if it needs little and the disk has enough.
 
-    Raises `UserError` if the disk would be full before the first step is done.
+    Raises `UserError` if the first step does not fit on the disk.
     """
     wanted, held = room(recipe, model), _held(folder)
     free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
@@ -73,7 +73,7 @@ def check_room(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _shapes(model: Path) -> Iterator[tuple[int, ...]]:
-    """The shapes of a model's tensors, from the headers of its files, which have been checked."""
+    """The shapes of a model's tensors, from the headers of its files, which were checked before."""
     for path in model.glob("*.safetensors"):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -81,7 +81,7 @@ def _shapes(model: Path) -> Iterator[tuple[int, ...]]:
 
 
 def _held(folder: Path) -> int:
-    """Bytes of versions and checkpoints that a resumed run has already, and replaces."""
+    """Bytes of the versions and checkpoints that a resumed run already has and will replace."""
     files = (path for name in ("versions", "checkpoints") for path in (folder / name).rglob("*"))
     return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
 

@@ -1,7 +1,7 @@
-"""Which code and images the cases of a suite may name: those of the project that they are evaluated in, and nothing that came with them.
+"""Checks which code and images the cases of a suite name: those of the current project are allowed, those that came with the suite are not.
 
-A suite is data, and may be somebody else's. Its verifiers and tools run with the rights of whoever evaluates it, so it only chooses among
-what the project, and the packages installed for it, have.
+A suite is data and may come from a third party. Its verifiers and tools run with the rights of the user who evaluates it. So a case may
+name only code and images of the project and code of installed packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHOWN = 200  # characters of a reference
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
-    """Raises `UserError` for suites of another project than that of the current directory: evaluating them would run its code.
+    """Raises `UserError` if the suites belong to a project other than the current directory's, because an evaluation would run its code.
 
     Args:
         root: the project that the suites belong to.
@@ -27,17 +27,17 @@ def check_project(suites: Sequence[Suite], root: Path) -> None:
     if root.resolve() not in (here, project_root(here / "x").resolve()):
         raise UserError(
             f"suite {suites[0].folder} belongs to another project, {root}, whose code would run with your rights",
-            fix=f"if you trust that code: cd {root}, and evaluate the suite there",
+            fix=f"if you trust that code, cd {root} and evaluate the suite there",
         )
 
 
 def check_confined(suite: Suite, root: Path) -> None:
-    """Raises `UserError` for a case that names a file outside of the project `root`, code that lies in the suite, or such an image."""
+    """Raises `UserError` if a case names a file or an image outside the project `root`, or code in the suite's folder."""
     for case in suite.cases:
         for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
             raise UserError(
                 f"case {case.id} of suite {suite.folder} names {printable(wrong, _SHOWN)!r}, {where}",
-                fix="a suite may name code and images of the project alone: copy them there once you have read them",
+                fix="a suite may name only code and images of the project: read them, then copy them into the project",
             )
 
 
@@ -47,11 +47,11 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
         if module.endswith(".py"):
             code = [Path(module).resolve()]
             if not code[0].is_relative_to(root):
-                yield reference, f"which is outside of the project {root}"
+                yield reference, f"which is outside the project {root}"
         else:
             code = [(root / module.replace(".", "/")).with_suffix(end).resolve() for end in (".py", "")] if colon else []
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code that came with the suite"
     image = case.task.sandbox.image
     if not (root / image).resolve().is_relative_to(root):
-        yield image, f"an image outside of the project {root}"
+        yield image, f"an image outside the project {root}"

@@ -1,4 +1,4 @@
-"""Restarts the learner when it dies or makes no progress, and watches what a run calls and cannot restart."""
+"""Restarts the learner when it dies or makes no progress, and watches servers that a run calls and cannot restart."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentrl.sandbox import engine
 
 _RESTARTS = 3  # in a row
 _PING_S = 5.0  # between two pings of the daemon
-_LOOK_S = 5.0  # between two looks at what was asked and has not answered
+_LOOK_S = 5.0  # between two checks of unanswered questions
 
 
 async def watch_learner(run: Run) -> None:
     """Starts the learner, and restarts it from its newest checkpoint when it fails. A refusal of the learner is final.
 
-    Restarts count until a version is published that is newer than all before.
+    The count of restarts returns to 0 when a version is published that is newer than all earlier ones.
     """
     restarts, reached = Restarts(sound_s=0.0), _newest(run)
     while True:
@@ -65,8 +65,7 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
 
 
 async def watch_answers(alert: Callable[[str], None]) -> None:
-    """Alerts when an MCP server or a judge's endpoint answers nothing that it was asked, and when it answers again; ends only by
-    cancellation.
+    """Alerts when an MCP server or a judge's endpoint answers no request, and when it answers again. Ends only by cancellation.
 
     Each request has its own deadline, after which its connection is closed; a server that a run starts is restarted with the next call.
     """

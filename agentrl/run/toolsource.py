@@ -42,11 +42,11 @@ def declared(tools: ToolsConfig, root: Path) -> RunTools:
 
 
 def _live(name: str, config: MCPConfig) -> Answers | None:
-    """The liveness of a server outside; one in a sandbox is the episode's own, and the agent can stop it."""
+    """The liveness of a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
     if config.command:
         return None
-    program = "try the program in a shell; each call that gets no answer in time ends it, and the next one starts it again"
-    fix = program if config.host_command else "check the server; episodes connect to it again"
+    program = "run the program in a shell to test it; a call without an answer in time ends it, and the next call restarts it"
+    fix = program if config.host_command else "check the server; episodes reconnect automatically"
     return Answers(f"MCP server {name}", fix=fix, first_s=config.start_timeout_s)
 
 

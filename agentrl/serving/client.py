@@ -119,7 +119,7 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         **({"stop": list(params.stop)} if params.stop else {}),
         **({"structured_outputs": {"structural_tag": params.constraint}} if params.constraint else {}),
-        "detokenize": bool(params.stop),  # which only texts need
+        "detokenize": bool(params.stop),  # only stop texts need it
     }
     return {
         "request_id": request_id,

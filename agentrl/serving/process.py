@@ -37,7 +37,7 @@ _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
 """Deadline for a server's first tokens: a first request may compile."""
 READ_TOKENS = 256
-"""Length of the prompt by which a server's speed is measured."""
+"""Tokens of the prompt with which a server's speed is measured."""
 _PULSE_S = 5.0  # between two checks of what a server has computed
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
 _PORT_TRIES = 64  # of free ports, each of which another run may have chosen in the same moment
@@ -169,11 +169,11 @@ class ServerProcess(ABC):
     @property
     @abstractmethod
     def max_tokens(self) -> int:
-        """Tokens of the longest prompt that it takes."""
+        """Tokens of the longest prompt that the server accepts."""
 
     async def _measure(self, control: ControlPlane) -> None:
-        """Measures the server's speed while it has nothing else to do. A long prompt on a slow machine is computed in one piece, in which
-        nothing shows progress, so the deadline for progress is derived from it."""
+        """Measures the speed of the idle server. It shows no progress while it computes a long prompt, so the deadline for
+        progress is derived from this speed."""
         tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
         began = time.monotonic()
         await self._token(control, tokens=tokens, timeout_s=_FIRST_S)

@@ -137,7 +137,7 @@ class ServedPolicy:
             await self._replaced(server)  # it has received nothing, so its successor gets the request
 
     async def answer(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion | None:
-        """What the server that runs now samples; None if it has died before it received the request.
+        """Samples from the current server; None if it died before it received the request.
 
         Raises `ServerDied` if it dies later, and `ServingError` for other failures.
         """

@@ -19,7 +19,7 @@ from agentrl.weights.model_folder import check_model_files
 FIRST = -(1 << 62)
 """Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""
 WRITE_TOKENS = 16
-"""Tokens that a server samples at its start to measure how long one takes."""
+"""Tokens that a server samples at its start to measure the time per token."""
 _SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
 
 

@@ -25,7 +25,7 @@ class WeightsInService:
         self.cache_salt = _salt(number)
         self._probation: int | None = None
         self._refused: set[int] = set()
-        self._verdict = asyncio.Event()  # read during probation alone
+        self._verdict = asyncio.Event()  # read only during probation
 
     @property
     def on_probation(self) -> int | None:

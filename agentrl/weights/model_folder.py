@@ -19,10 +19,10 @@ from agentrl.sampling import TIES
 
 T = TypeVar("T")
 
-_MOST_GROWTH = 64  # characters of one
+_MOST_GROWTH = 64  # output characters per input character
 _DEEPEST_RULES = 16
 _HEADER_LIMIT = 100 << 20  # bytes of a safetensors header, safetensors' own bound
-_LARGEST_JSON = 256 << 20  # bytes of a file of JSON
+_LARGEST_JSON = 256 << 20  # bytes of a JSON file
 _INDEX = "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
 _SAVE_MODEL = "save it with save_pretrained for the model and for its tokenizer"
@@ -71,17 +71,17 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
 
 
 def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
-    """Raises `UserError` for a tokenizer.json whose rules make much of a short text: what encodes it would take all memory there is."""
+    """Raises `UserError` for a tokenizer.json whose rules expand a short text so much that encoding it would use all memory."""
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if _growth(tokenizer.get(part), 0) > _MOST_GROWTH:
             raise UserError(
-                f"{path}: its {part} makes more than {_MOST_GROWTH} characters of one, or replaces nothing by something",
+                f"{path}: its {part} turns one character into more than {_MOST_GROWTH}, or replaces an empty match by text",
                 fix="use another model: no known tokenizer has such rules",
             )
 
 
 def _growth(rule: Any, depth: int) -> float:
-    """How many characters the rule makes of one at most, and of no character: infinite for a rule that may match nothing."""
+    """The maximum number of characters into which the rule turns one. Infinite for a rule that may match the empty text."""
     if not isinstance(rule, dict):
         return 1
     found = 1.0
@@ -103,7 +103,7 @@ def _growth(rule: Any, depth: int) -> float:
 
 
 def _matches_nothing(expression: str) -> bool:
-    """Whether a pattern matches the empty text. One that Python does not know is left to the process that tries the tokenizer."""
+    """Whether a pattern matches the empty text. False for a pattern that Python cannot compile; the test process checks that one."""
     try:
         return re.match(expression, "") is not None
     except (re.error, RecursionError, OverflowError):
@@ -124,7 +124,7 @@ def check_safetensors(path: Path) -> None:
     if prefix == b"version ":
         raise UserError(f"{path} is a Git LFS pointer, not the weights", fix="git lfs pull")
     if not text:
-        raise UserError(f"{path} is not a safetensors file, or cut off: it has {size} bytes", fix=again)
+        raise UserError(f"{path} is not a safetensors file, or is cut off: it has {size} bytes", fix=again)
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
         wanted = 8 + length + max(map(operator.index, ends), default=0)

@@ -107,8 +107,8 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
         (("promote", "{run}", "--into", "{run}/s"), "which traces"),
         (("promote", "{run}", "nobody", "--into", "{run}/s"), "has no trace nobody"),
         (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "is a fault"),
-        (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "none can be a case: 1 ended in a fault"),
-        (("promote", "{run}", "--tag", "looped", "--into", "{run}/s"), "no trace that these filters leave"),
+        (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "can become a case: 1 ended in a fault"),
+        (("promote", "{run}", "--tag", "looped", "--into", "{run}/s"), "no trace that matches these filters"),
         (("promote", "{run}", "g000000-0-a0", "--into", "{run}/s", "--threshold", "nan"), "--threshold nan"),
         (("list", "{run}/failures"), "no captured failures"),
         (("list", "{run}/nowhere"), "no folder"),
@@ -153,7 +153,7 @@ def test_traces_of_others_come_in_named_and_go_out_again(run: Path, tmp_path: Pa
     assert call("import", str(into), str(given)) and len(json.loads(call("list", str(into), "--json"))["traces"]) == 1, "once"
     assert "holds no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
     selected = call("promote", str(into), "--tag", "wrong_tool", "--into", str(tmp_path / "s"), wrong=True)
-    assert "of 1 traces that these filters leave none can be a case: 1 hold no task to try again" in selected, selected
+    assert "none of the 1 traces that match these filters can become a case: 1 hold no task to try again" in selected, selected
     out = tmp_path / "out.jsonl"
     assert json.loads(call("export", str(run), str(out), "--tag", "misread_output", "--json")) == {"documents": 1}
     assert "421" in out.read_text()

@@ -213,7 +213,7 @@ def test_what_is_no_collection_says_so(tmp_path: Path) -> None:
         Collection(tmp_path)
     (tmp_path / FILE).parent.mkdir()
     sqlite3.connect(tmp_path / FILE).execute("CREATE TABLE t (x)").connection.commit()
-    with pytest.raises(StoreError, match="not one of traces"):
+    with pytest.raises(StoreError, match="not a collection of traces"):
         Collection(tmp_path)
 
 

@@ -71,7 +71,7 @@ def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: P
     told = agentrl(*made, code=1)
     assert "the right answer: give --truths FILE" in told and row["id"] in told and "keys of its origin: " in told
     told = agentrl(*made, "--truths", "truths.jsonl")
-    assert "1 new cases in evals/support" in told and "1 later messages of the user are left out" in told
+    assert "1 new cases in evals/support" in told and "1 later messages of the user are excluded" in told
     (case,) = load_suite(project / "evals" / "support").cases
     assert [one.content for one in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
     assert case.task.tools == (NAME,) and case.task.data["answer"] == "It is on its way."
@@ -141,14 +141,14 @@ async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
     done = await tools["f"]({"x": 3, "y": "a"}, None, Limits())
     assert not done.ok and 'no recorded answer to this call; it was called with {"x": 0, "y": "a"}' in done.output
     assert list(load_tools(task.tools)) == [], "where only names are looked at"
-    with pytest.raises(TaskError, match="hold no recording"):
+    with pytest.raises(TaskError, match="have no recording"):
         load_tools(task.tools, task=replace(task, data={}))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"trace": "a"}', "7", '"a"', "[" * 100_000])
 def test_a_file_of_truths_that_is_none_names_its_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n\n' + text + "\n")
-    with pytest.raises(UserError, match="truths:3 is no truth"):
+    with pytest.raises(UserError, match="truths:3 is not a truth"):
         read_truths(tmp_path / "truths")
     (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n')
     assert read_truths(tmp_path / "truths") == {"a": 4}

@@ -246,7 +246,7 @@ A_THOUSAND = replacing({"String": "a"}, "a" * 1000)
 def test_a_tokenizer_that_makes_much_of_little_is_refused(part: str, rule: dict[str, Any], own: Path, tmp_path: Path) -> None:
     """Before any library reads it: three such rules would take all memory there is."""
     edit(own / "tokenizer.json", **{part: rule})
-    with pytest.raises(UserError, match=f"tokenizer.json: its {part} makes more than 64 characters of one, or replaces nothing"):
+    with pytest.raises(UserError, match=f"tokenizer.json: its {part} turns one character into more than 64, or replaces an empty match"):
         import_model(str(own), tmp_path / "model")
 
 

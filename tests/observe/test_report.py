@@ -110,7 +110,7 @@ def test_pauses_and_resumes_are_told(run_dir: Path) -> None:
     )
     summary.model_copy(update={"sessions": starts, "attempts_failed": 40}).write(run_dir)
     shown = Page(write_report(run_dir)).shown
-    assert "Starts" in shown and "the run pauses: 40 of the newest 64" in shown and "40 attempts failed by faults" in shown
+    assert "Starts" in shown and "the run pauses: 40 of the newest 64" in shown and "40 attempts ended by faults" in shown
     assert "1 resumed    after step 3: failed" in describe(Summary.read(run_dir), run_dir)
     paused = summary.model_copy(update={"finished": False, "interrupted": True, "problems": ("the run ended early: it pauses",)})
     paused.write(run_dir)

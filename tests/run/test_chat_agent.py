@@ -107,7 +107,7 @@ async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: 
         (["temperature=0.5"], [], r"set evaluation\.temperature, or --request temperature=null"),
         (["max_tokens=5"], [], r"limits\.turn_tokens"),
         (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
-        (["messages=[]"], [], "the case says"),
+        (["messages=[]"], [], "the case gives"),
         (["effort"], [], "there is no = in it"),
         (["api_key=sk-12345678901234567890"], [], "holds a secret"),
         ([], ["api-key"], "there is no = in it"),
@@ -122,7 +122,7 @@ def test_requests_that_are_said_elsewhere_or_not_at_all_are_refused(requested: l
 
 @pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
 def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="is no further header with a reference as its value"):
+    with pytest.raises(UserError, match="is not an additional header with a reference as its value"):
         Endpoint(url="http://127.0.0.1:1/v1", model="m", headers=headers)
 
 

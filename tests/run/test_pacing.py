@@ -43,7 +43,7 @@ def test_settings_that_change_the_pace_begin_a_new_history(tmp_path: Path, key: 
     other = RECIPE.but({key: 7})
     with caplog.at_level(logging.WARNING):
         assert not restored(other, tmp_path).known
-    assert "machine or settings are not those of" in caplog.text
+    assert "machine or settings differ from those of" in caplog.text
     assert restored(RECIPE.but({"serving.request_timeout_s": 77.0}), tmp_path).known
 
 

@@ -115,8 +115,8 @@ def test_weights_that_are_cut_off_or_no_weights_are_named(tmp_path: Path) -> Non
     cases = {
         SAFETENSORS[:-1]: r"is cut off: \d+ bytes of \d+",
         SAFETENSORS + b"x": "is damaged",
-        SAFETENSORS[:20]: "not a safetensors file, or cut off",
-        b"": "not a safetensors file, or cut off",
+        SAFETENSORS[:20]: "not a safetensors file, or is cut off",
+        b"": "not a safetensors file, or is cut off",
         SAFETENSORS[:8] + b"{" * len(HEADER) + bytes(8): "damaged header",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "Git LFS pointer",
     }

@@ -261,9 +261,9 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
     [
         (["s", "--policy", "nowhere"], "no such folder, nor a version"),
         (["s", "--policy", "runs/x@9"], "keeps no whole model of version 9"),
-        (["s"], "which policy is asked"),
+        (["s"], "needs a policy"),
         (["nothing", "--policy", "a:b"], "no folder nothing"),
-        (["s", "--policy", "a:b", "--suite", "s"], "--policy is held to the suites that come first"),
+        (["s", "--policy", "a:b", "--suite", "s"], "--policy does not go with --suite"),
         (["s", "--policy", "a:b", "--junit", "no/such/folder.xml"], "no file can be written there"),
         (["s", "--policy", "a:b", "--repeats", "0"], "--repeats 0"),
         (["s", "same/s", "--policy", "a:b"], "two suites are called 's'"),
@@ -272,7 +272,7 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
         (["s", "--policy", "http://u:secret@127.0.0.1/v1", "--model", "m"], "without a user, a password"),
         (["s", "--policy", "a:b", "--key-env", "KEY"], "are for an endpoint"),
         (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "no settings of chat completions"),
-        (["recipes/x.py", "--junit", "x.xml"], "are for a policy"),
+        (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
     ],
 )
 def test_wrong_use_says_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:

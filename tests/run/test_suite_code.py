@@ -41,10 +41,10 @@ def naming(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        ("{outside}/evil.py:v", "outside of the project"),
-        ("../evil.py:v", "outside of the project"),
-        ("evals/theirs/../../../evil.py:v", "outside of the project"),
-        ("link.py:v", "outside of the project"),
+        ("{outside}/evil.py:v", "outside the project"),
+        ("../evil.py:v", "outside the project"),
+        ("evals/theirs/../../../evil.py:v", "outside the project"),
+        ("link.py:v", "outside the project"),
         ("evals/theirs/evil.py:v", "came with the suite"),
         ("evals.theirs.evil:v", "came with the suite"),
         ("evals.theirs:v", "came with the suite"),

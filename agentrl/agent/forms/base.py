@@ -60,7 +60,7 @@ class Collected:
             return self.add(error)
 
     def add(self, call: ToolCall | Refused | None, *, number: str = "") -> bool:
-        """Keeps a call, or what is wrong with it; None: it is beyond what a turn may hold. False where there was something wrong."""
+        """Adds a call or its error; None means that the turn has too many calls. Returns False if it was not a valid call."""
         self.tried += 1
         if isinstance(call, ToolCall):
             self.calls.append(call)
@@ -77,7 +77,7 @@ class Collected:
 
 
 def declared(schemas: Schemas, name: str) -> Parameters:
-    """The parameters of a tool; of one without a schema, they may be anything.
+    """The parameters of a tool. Without a schema, they may have any value.
 
     A schema comes from a task, a server or a client, and may be any JSON.
     """
@@ -85,13 +85,13 @@ def declared(schemas: Schemas, name: str) -> Parameters:
 
 
 def name_of(schema: Any) -> Any:
-    """The name of the tool that a schema describes, if it is one."""
+    """The name of the tool in a schema; None if the schema describes no tool."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
 
 def value_of(text: str, allowed: Allowed) -> Any:
-    """What an argument written without quotes means: text if the tool takes that text, else JSON; text too if it is no JSON.
+    """The value of an argument that is written without quotes: a string if the tool accepts it, else JSON; a string if it is not JSON.
 
     Where the schema says nothing, what reads as JSON is taken so, but for a JSON text: its quotes are the argument's own. Raises
     `Refused` for JSON out of bounds.

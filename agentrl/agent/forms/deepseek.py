@@ -47,7 +47,7 @@ def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) ->
     if closed < 0:
         found.errors.append(NOT_CLOSED)
     elif not text.startswith(CALLS[1], at):
-        found.errors.append(f"between tool calls stands something else: {text[at : at + 40]!a}")
+        found.errors.append(f"unexpected text between tool calls: {text[at : at + 40]!a}")
     elif not found.tried:
         found.errors.append("the list of tool calls is empty")
     rest = text[closed:] if closed >= 0 else ""
@@ -80,7 +80,7 @@ def _v3(text: str, at: int) -> tuple[tuple[str, Any], int]:
 
 
 def _until(text: str, at: int, mark: str) -> tuple[str, int]:
-    """A name in front of a mark, and the position behind it; no name if it has none, or goes on behind the call."""
+    """The name before a mark, and the position after the mark; an empty name if there is none or if it extends beyond the call."""
     end = text.find(mark, at, at + _MOST_HEAD)
     name = text[at : max(at, end)].strip()
     return ("", at) if CALL[1] in name else (name, end + len(mark))

@@ -1,4 +1,4 @@
-"""What stands around the arguments of a call in the forms that guided decoding can hold a policy to."""
+"""The text around a call's arguments, for the forms that guided decoding can enforce."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The text before and after the arguments of a call of one tool, how these are written, and what stands between two calls."""
+    """The text around the arguments of a call of one tool, the style of the arguments, and the text between two calls."""
 
-    begin: str
-    end: str
-    style: str  # of xgrammar's `json_schema`
-    between: str
-    excludes: tuple[str, ...] = ()  # texts that no argument may hold: the reader would take them for the end
+    begin: str  # before the arguments
+    end: str  # after the arguments
+    style: str  # xgrammar's `style` of a `json_schema`
+    between: str  # between two calls
+    excludes: tuple[str, ...] = ()  # texts that no argument may contain, because the reader would take them for the end
 
 
 _FRAMES = {
@@ -28,7 +28,7 @@ _FRAMES = {
 
 
 def frame(form: str, name: str) -> Frame | None:
-    """The frame of a call of the tool with this name; None for a form that no policy can be held to."""
+    """The frame of a call of the tool with this name; None if guided decoding cannot enforce the form."""
     found = _FRAMES.get(form)
     if found is None:
         return None

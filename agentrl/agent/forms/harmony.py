@@ -76,7 +76,7 @@ def _head(header: str, *, first: bool) -> tuple[str, str]:
 
 
 def _take(text: str, at: int, recipient: str, found: Collected) -> int:
-    """Takes the call whose arguments start at a position; returns the position from which on the end of the message is looked for."""
+    """Reads the call whose arguments start at a position; returns the position at which the search for the message's end starts."""
     if found.tried >= MAX_CALLS:
         found.add(None)
         return at
@@ -84,7 +84,7 @@ def _take(text: str, at: int, recipient: str, found: Collected) -> int:
         arguments, end = scan_json(text, at)
         end = skip_space(text, end)
         if end < len(text) and not _CLOSE.match(text, end):
-            raise Refused(f"after the arguments of a call stands something else: {text[end : end + 40]!a}", at=end)
+            raise Refused(f"unexpected text after the arguments of a call: {text[end : end + 40]!a}", at=end)
     except Refused as error:
         found.add(error)
         return max(at, error.at)

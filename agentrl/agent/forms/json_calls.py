@@ -38,7 +38,7 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
             data, end = scan_json(body, at)
         except Refused as error:
             found.add(error)
-            if isinstance(error, NotJson) or error.at <= at:  # what follows cannot be told from the rest of it
+            if isinstance(error, NotJson) or error.at <= at:  # the rest of the call and the text after it cannot be separated
                 return found.reading("")
             end = error.at
         else:
@@ -50,7 +50,7 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
 
 
 def _is_call(body: str) -> bool:
-    """Whether a text begins with an object that can only be meant as a call, which may be broken behind its name."""
+    """Whether a text starts with an object that can only be a call, even if the rest of it is invalid."""
     if not body.startswith("{"):
         return False
     try:

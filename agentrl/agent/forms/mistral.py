@@ -30,7 +30,7 @@ def read_mistral(text: str, schemas: Schemas) -> Reading:
 
 
 def _each_named(text: str, at: int, found: Collected) -> None:
-    """Takes the calls of a text from behind the first `[TOOL_CALLS]` on, each followed by another one or the end of the text."""
+    """Reads the calls after the first `[TOOL_CALLS]`, each followed by another call or the end of the text."""
     while at >= 0:
         if found.tried >= MAX_CALLS:
             found.add(None)
@@ -41,7 +41,7 @@ def _each_named(text: str, at: int, found: Collected) -> None:
             arguments, at = scan_json(text, at)
             at = skip_space(text, at)
             if at < len(text) and not text.startswith(CALLS, at):
-                raise Refused(f"after the arguments of a tool call stands something else: {text[at : at + 40]!a}", at=at)
+                raise Refused(f"unexpected text after the arguments of a tool call: {text[at : at + 40]!a}", at=at)
         except Refused as error:
             found.add(error)
             at = after(text, CALLS, max(at, error.at))

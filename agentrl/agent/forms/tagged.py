@@ -1,6 +1,6 @@
 """Calls between tags whose arguments are tagged one by one, without quotes: GLM 4.5 and Qwen3-Coder (and Qwen3.5, 3.6).
 
-A value ends at the closing tag behind which another argument or the end of the call stands, so that a value may hold any other tag.
+A value ends at the closing tag that is followed by another argument or the end of the call, so a value may contain any other tag.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentrl.agent.forms.base import CallForm, Reading, Schemas, declared, value
 from agentrl.records import ToolCall
 
 _Body = tuple[str, Sequence[tuple[str, str, Allowed]]]
-"""A tool's name, and the arguments: each with its name, what is written, and what it may be."""
+"""A tool's name and the arguments: each with its name, its text, and the allowed values."""
 
 _MOST_TAG = 4 * MAX_NAME  # characters
 _SPACE = re.compile(r"\s*")
@@ -82,10 +82,10 @@ def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
 def _value(
     text: str, at: int, kinds: frozenset[str], opening: str, closing: re.Pattern[str], following: re.Pattern[str]
 ) -> tuple[str, int]:
-    """The text up to the closing tag behind which an argument or the end of the call stands, and the position behind that tag.
+    """The text up to the closing tag that is followed by an argument or the end of the call, and the position after that tag.
 
-    What can be no text is JSON, which ends where its own grammar says. A text in which another argument is opened is refused: it may have
-    swallowed that one, because its own end is missing.
+    A value that cannot be a string is JSON and ends where the JSON ends. A string that opens another argument is an error: its own closing
+    tag may be missing, so that it includes the other argument.
     """
     start = at
     if kinds and "string" not in kinds and not text.startswith('"', _space(text, at)):
@@ -110,7 +110,7 @@ def _bounded(start: int, end: int) -> int:
 
 
 def _named(text: str, at: int, opening: str) -> tuple[str, int]:
-    """The name in a tag such as `<function=NAME>`, and the position behind the tag."""
+    """The name in a tag such as `<function=NAME>`, and the position after the tag."""
     end = text.find(">", at, at + _MOST_TAG) if text.startswith(opening, at) else -1
     name = text[at + len(opening) : max(end, 0)]
     if not name or "\n" in name or "<" in name:

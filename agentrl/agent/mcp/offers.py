@@ -58,9 +58,7 @@ def offer(given: Any) -> Offer:
         raise Wrong(f"the tool {name} without a schema of type object")
     if not isinstance(parameters.get("properties", {}), Mapping) or not isinstance(parameters.get("required", []), list):
         raise Wrong(f"the tool {name} with properties that are no object, or required that is no list")
-    kept: dict[str, Any] = _without(
-        _checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",)
-    )  # which repeats names, and costs tokens
+    kept: dict[str, Any] = _without(_checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",))  # it repeats names and costs tokens
     kept.setdefault("properties", {})
     kept.pop("$schema", None)
     if missing := [one for one in kept.get("required", []) if not isinstance(one, str) or one not in kept["properties"]]:
@@ -101,7 +99,7 @@ def changed(pinned: Sequence[Offer], listed: Sequence[Any]) -> str:
 
 
 def _unpatterned(value: Any, levels: int = MAX_DEPTH, *, names: bool = False) -> Any:
-    """A schema without `patternProperties`, whose keys are patterns and no names: such an object may then have any other properties.
+    """A schema without `patternProperties`, whose keys are patterns instead of names. Such an object may then have any other properties.
 
     Args:
         names: the keys of `value` are names, and no keywords.

@@ -30,11 +30,11 @@ _OF_THE_REQUEST = (400, 413, 414, 415, 422, 431)
 _SLACK_S = 5.0  # that a sandbox may take beyond the time that the program is given
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; no key of anybody's is among them
 _MOST_STDERR = 300
-_MOST_PIECES = 4096  # of one answer over HTTP, beyond those that are full
-_FULL_PIECE = 64  # bytes
-_MOST_REQUESTS = 16  # of a server's own, while it answers one question
+_MOST_PIECES = 4096  # small pieces of one answer over HTTP
+_FULL_PIECE = 64  # bytes of a piece that is not small
+_MOST_REQUESTS = 16  # requests of a server while it answers one question
 _MARK = "AGENTRL_MCP"
-"""Environment variable of a program on this machine, and of all that it starts."""
+"""Environment variable that marks a program on this machine and all processes that it starts."""
 
 ENDINGS: Mapping[str, str] = {
     "ended": "mcp_died",
@@ -143,7 +143,7 @@ class OnHost:
             await usercode.threaded(lambda: self._end(line), what="ending an MCP server")
 
     def _end(self, line: inside_line.Line | None) -> None:
-        """Ends the program with its process group, and what it has started outside of that, such as a daemon."""
+        """Ends the program with its process group and the processes that it started outside the group, such as daemons."""
         if line is not None:
             line.close()
         kill_marked(_MARK, self._mark)
@@ -202,13 +202,13 @@ class OverHTTP:
         return headers
 
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
-        """The message that answers request `until`; requests of the server's own that come before it are answered.
+        """The message that answers request `until`. Answers requests of the server that arrive before it.
 
-        The work is bounded for each piece as well as for each byte, and others have their turn between two pieces.
+        The number of pieces is bounded as well as the number of bytes, and other tasks may run between two pieces.
         """
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "text/event-stream"):
-            raise Unanswered("garbage", f"an answer of type {clean(kind, 60) or 'none'}, which is neither JSON nor a stream of events")
+            raise Unanswered("garbage", f"its answer has type {clean(kind, 60) or 'none'}: neither JSON nor a stream of events")
         stream, body, taken, pieces, asked = Events(), bytearray(), 0, 0, 0
         async for piece in response.aiter_raw():
             taken, pieces = taken + len(piece), pieces + 1
@@ -216,23 +216,23 @@ class OverHTTP:
             if held + len(piece) > MAX_BYTES or taken > 4 * MAX_BYTES:
                 raise Unanswered("flood", f"more than {MAX_BYTES} bytes")
             if pieces > _MOST_PIECES + taken // _FULL_PIECE:
-                raise Unanswered("garbage", f"an answer in pieces of {taken // pieces} bytes")
+                raise Unanswered("garbage", f"its answer comes in too many pieces, of {taken // pieces} bytes on average")
             if kind == "application/json":
                 body += piece
             for data in stream.feed(piece) if kind == "text/event-stream" else ():
                 if _answers(data, until):
                     return data
                 if not _is_json(data):
-                    raise Unanswered("garbage", "an event that is no JSON")
+                    raise Unanswered("garbage", "an event of its answer is not JSON")
                 if (reply := inside_line.reply_to(data)) is not None and (asked := asked + 1) <= _MOST_REQUESTS:
                     await self._reply(client, reply)
             await asyncio.sleep(0)
         if kind == "application/json" and _answers(bytes(body), until):
             return bytes(body)
-        raise Unanswered("garbage", "an answer to another question, or none")
+        raise Unanswered("garbage", "its answer is missing or belongs to another request")
 
     async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
-        """Sends an answer of ours; a server that does not take it goes on without it."""
+        """Sends an answer to a request of the server. A server that rejects it gets no other."""
         import httpx
 
         with contextlib.suppress(httpx.HTTPError):
@@ -268,17 +268,17 @@ def _certificates() -> ssl.SSLContext:
 
 
 class Events:
-    """The events of a stream, as they become whole. Takes time proportional to what it is fed, in pieces of whatever size."""
+    """Splits a stream into complete events. Takes time proportional to its input, for pieces of any size."""
 
     def __init__(self) -> None:
-        self._begun = bytearray()  # of an event that is not whole yet
+        self._begun = bytearray()  # bytes of an incomplete event
 
     @property
     def held(self) -> int:
         return len(self._begun)
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of each event that ends in this piece; events without data are none."""
+        """Yields the data of each event that ends in this piece. Skips events without data."""
         seen = max(0, len(self._begun) - 3)
         self._begun += piece
         if b"\n\n" not in self._begun[seen:].replace(b"\r\n", b"\n"):
@@ -293,7 +293,7 @@ def _data(event: bytes) -> bytes:
 
 
 def _chosen(answer: bytes) -> str:
-    """The revision of the protocol that the answer to `initialize` chooses; empty for one that is not spoken here."""
+    """The revision of the protocol in the answer to `initialize`; empty if it is not supported."""
     with contextlib.suppress(ValueError, RecursionError, AttributeError):
         found = json.loads(answer).get("result", {}).get("protocolVersion")
         return found if found in REVISIONS else ""

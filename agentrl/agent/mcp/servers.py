@@ -46,7 +46,7 @@ class Server:
     config: MCPConfig
     root: Path  # of the project, where programs on this machine are started
     offers: tuple[Offer, ...] | None = None
-    live: Answers | None = field(default=None, compare=False, repr=False)  # of one outside, for all episodes of a run
+    live: Answers | None = field(default=None, compare=False, repr=False)  # server outside the sandbox, for all episodes
 
     @property
     def in_sandbox(self) -> bool:

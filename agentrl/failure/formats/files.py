@@ -77,7 +77,7 @@ def documents(path: Path) -> Iterator[Document | Unreadable]:
             yield from _of_file(place)
         except OSError as error:
             yield place.unreadable(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
-        except ValueError as error:  # it was a file a moment ago
+        except ValueError as error:  # the path was a file before
             yield place.unreadable(error, fix="give a file")
 
 

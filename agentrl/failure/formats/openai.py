@@ -85,7 +85,7 @@ def parse(document: Any, where: Mapping[str, str]) -> Trace:
 
 
 def _error(failed: Any) -> str:
-    """What an error says of itself, in a few words."""
+    """A short description of an error."""
     told = names(failed)
     words = (label(told.get(key)) for key in ("type", "code", "message"))
     return ", ".join(dict.fromkeys(word for word in words if word)) or label(failed) or "which says nothing"

@@ -1,9 +1,9 @@
 """OpenTelemetry's conventions for generative AI, all of them still in development: model calls as spans, agents and tools around them.
 
-Read are, of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one attribute), that
-up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
+Reads three forms of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one
+attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
 `gen_ai.output.messages` with their parts, on spans, events or the one log record of a call). Every call repeats the conversation before it;
-`otel_lines` makes one conversation of them again.
+`otel_lines` joins them into one conversation.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Gathered:
         else:
             kept = {key: value for key, value in body.items() if key not in ("index", "message", "finish_reason")}
             message, into, whole = {"role": _MESSAGE_EVENTS[event.name], **kept}, one.inputs, one.whole_inputs
-        if whole:  # attributes have told the same
+        if whole:  # attributes have the same messages
             return
         message["tool_call_id"] = message.pop("id", None) if message["role"] == "tool" else None
         entry = self._kept(openai.message(message, event.name, one.gaps))
@@ -219,7 +219,7 @@ def _run(span: Span) -> ToolRun:
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    """What an event tells, wherever it does: in its body, in its attributes, or in the one attribute that holds all of it as JSON."""
+    """The content of an event, from its body, its attributes, or the attribute that holds all of it as JSON."""
     found: dict[str, Any] = {}
     for told in (event.body, event.attributes.get("gen_ai.event.content")):
         value = _decoded(told)
@@ -228,7 +228,7 @@ def _fields(event: Event) -> dict[str, Any]:
 
 
 def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[Spoken]:
-    """The messages of an attribute up to v1.27: chat messages as JSON, or a text by itself."""
+    """The messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
     value = _decoded(attributes.get(name))
     if isinstance(value, str):
         yield spoken(role, value)

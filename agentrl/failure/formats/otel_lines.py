@@ -60,7 +60,7 @@ class Call:
     tools: Sequence[Mapping[str, Any]] = ()
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
-    whole_inputs: bool = False  # attributes have told them all, so that events repeat them
+    whole_inputs: bool = False  # attributes have all of them, so events repeat them
     whole_outputs: bool = False
     gaps: Gaps = field(default_factory=Gaps)
 

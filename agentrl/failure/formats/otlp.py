@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a log record, or an event on a span, says of a span."""
+    """The content of a log record or of a span's event."""
 
     key: Key
     name: str
@@ -108,7 +108,7 @@ def _span(span: Mapping[str, Any], service: str, place: Place) -> Span:
 
 
 def _events_of(span: Span, found: Any) -> Iterator[Event | Unreadable]:
-    """The events on a span that tell of generative AI: earlier conventions have messages there."""
+    """The events of a span that concern generative AI: earlier conventions put messages there."""
     try:
         for event in objects(found, "events"):
             name = event.get("name")
@@ -137,7 +137,7 @@ def _event(record: Mapping[str, Any], service: str, place: Place) -> Event | Non
 
 
 def _attributes(found: Any, *, every: bool = False) -> dict[str, Any]:
-    """Those that tell of generative AI; `every`: all of them, of an event that does."""
+    """The attributes that concern generative AI; with `every`, all attributes, for an event that concerns it."""
     kept = {}
     for item in objects(found, "attributes"):
         key = item.get("key")

@@ -16,10 +16,10 @@ TRANSIENT = frozenset({408, 409, 425, 429, *range(500, 600)})
 """Statuses after which the same request may well succeed. 529 is what some servers say when they are overloaded."""
 
 _FIRST_S = 1.0
-_LEAST_S = 0.25  # after a second refusal in a row, whatever the server asks for
+_LEAST_S = 0.25  # minimum wait after a second refusal in a row, even if the server requests less
 _LONGEST_S = 60.0  # of a wait that the server did not ask for
 PROBE_S = 60.0
-"""After a wait that is longer than anybody's patience was asked for, one question looks whether the server is back."""
+"""Seconds after which one question checks whether the server is back, if the server requested a wait longer than `patience_s`."""
 _SPREAD = 0.1  # of a wait that the server asked for: callers come back one after another, and none too early
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|s|m|h|d))+")
@@ -79,7 +79,7 @@ def asked_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
 def wait_s(tries: int, asked: float | None, *, refused: int = 1, luck: float | None = None) -> float:
     """Seconds to wait after so many tries (from 1): at least what was asked for, else 1, 2, 4, ... up to 60, less up to half of it.
 
-    A server that asks for no wait at all, or for one that lies in the past, and refuses again is left alone for 0.25, 0.5, 1, ... up to 60.
+    If a server requests no wait, or one that lies in the past, and refuses again, the wait is at least 0.25, 0.5, 1, ... up to 60 seconds.
 
     Args:
         refused: rounds of requests in a row that the server has refused, this one included.

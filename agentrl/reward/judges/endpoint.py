@@ -39,8 +39,8 @@ _PROMPT_REFUSED = (400, 413, 422)
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
 _OWN_HEADERS = ("accept-encoding", "authorization", "connection", "content-length", "content-type", "host", "transfer-encoding")
 _OVERLOADED = re.compile(r"rate.?limit|overload|too.many|unavailable|time[ds]?.?out|server.?error|internal", re.IGNORECASE)
-_MOST_PIECES = 4096  # of an answer, beyond those that are full
-_FULL_PIECE = 64  # bytes
+_MOST_PIECES = 4096  # small pieces of an answer
+_FULL_PIECE = 64  # bytes of a piece that is not small
 _PIECES_AT_ONCE = 64
 
 
@@ -78,12 +78,12 @@ class _Wire:
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
     resume_at: float = 0.0  # of the clock
-    refused: int = 0  # rounds of requests in a row
-    probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one question that asks a server that was down
+    refused: int = 0  # number of refused rounds of requests in a row
+    probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the only question that may ask a server that is down
 
     @property
     def down(self) -> bool:
-        """As far as anybody knows."""
+        """Whether the last requests were refused."""
         return self.refused > 0
 
 
@@ -103,7 +103,7 @@ class Endpoint:
     tokens_name: str = "max_tokens"  # some servers call it max_completion_tokens
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # further keys of the request, such as {"reasoning_effort": "low"}
-    headers: Mapping[str, str] = field(default_factory=dict)  # further ones, each by reference: {"api-key": "env:THEIR_KEY"}
+    headers: Mapping[str, str] = field(default_factory=dict)  # additional headers, each by reference: {"api-key": "env:THEIR_KEY"}
     structured: Literal["auto", "always", "never"] = "auto"  # whether to ask for a JSON schema; auto: as long as the server takes it
     timeout_s: float = 120.0  # of one request
     patience_s: float = 1800.0  # of one question, waiting and all requests included
@@ -123,15 +123,15 @@ class Endpoint:
         for name, where in self.headers.items():
             if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(where):
                 raise UserError(
-                    f"Endpoint.headers: {printable(name, 80)!r} is no further header with a reference as its value",
-                    fix='such as {"api-key": "env:THEIR_KEY"} or "file:/run/secrets/key"; a bearer token is Endpoint.key_env',
+                    f"Endpoint.headers: {printable(name, 80)!r} is not an additional header with a reference as its value",
+                    fix='write it as {"api-key": "env:THEIR_KEY"} or with "file:/run/secrets/key"; use Endpoint.key_env for a bearer token',
                 )
         if not self.model:
             raise UserError("a judge's endpoint needs the name of a model", fix='Endpoint(url=..., model="...")')
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
             if not getattr(self, name) > 0:
                 raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="give a larger number")
-        fix = "check the endpoint; it is asked again, on new connections, and questions wait for their patience_s"
+        fix = "check the endpoint; requests to it are repeated on new connections until patience_s has passed"
         object.__setattr__(self, "_live", Answers(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Endpoint:
         Raises:
             JudgeError: nothing came within `patience_s`, or the server refuses such requests.
         """
-        with nullcontext() if isinstance(self.url, Served) else self._live.question():  # a server of the run is watched where it runs
+        with nullcontext() if isinstance(self.url, Served) else self._live.question():  # a server of the run has its own watch
             return await self._answer(messages, schema, more or {})
 
     async def _answer(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Reply:
@@ -182,7 +182,7 @@ class Endpoint:
             elif await _acquired(wire.probe, left):
                 try:
                     left = self.patience_s - (self.clock.monotonic() - began)
-                    if wire.down and left > 0 and wire.resume_at <= self.clock.monotonic():  # nobody else has looked meanwhile
+                    if wire.down and left > 0 and wire.resume_at <= self.clock.monotonic():  # no other question has checked meanwhile
                         got = await self._try(wire, trying, messages, more, left=left, probing=True)
                 finally:
                     wire.probe.release()
@@ -199,13 +199,13 @@ class Endpoint:
         left: float,
         probing: bool = False,
     ) -> Reply | None:
-        """One request; None where another one is to follow. Raises `JudgeError` as `ask`.
+        """Sends one request. Returns None if it should be repeated. Raises `JudgeError` as `ask`.
 
         Args:
-            probing: the server is down, and this is the one question that looks.
+            probing: the server is down, and this is the question that checks whether it is back.
         """
         async with wire.slots:
-            if wire.down and not probing:  # found out while this question waited for its slot
+            if wire.down and not probing:  # the server went down while this question waited for its slot
                 return None
             trying.tries += 1
             round_ = wire.refused
@@ -242,15 +242,15 @@ class Endpoint:
             log.warning("%s answers again", self._where())
 
     def _pause(self, wire: _Wire, tries: int, got: _Later, *, first: bool) -> None:
-        """Puts off all questions. `first`: of the requests that were under way together, no other one has been refused yet."""
+        """Delays all questions. `first`: whether this is the first refusal among the concurrent requests."""
         fresh = not wire.down
         wire.refused += first
         seconds = wait_s(tries, got.wait_s, refused=wire.refused if got.asked else 1)
-        if seconds > self.patience_s:  # whatever a header says, the server is asked again soon
+        if seconds > self.patience_s:  # the header requests more than any question waits
             seconds = min(PROBE_S, self.patience_s)
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
         if fresh:
-            log.warning("%s: %s; asked again in %.1f s", self._where(), got.why, seconds)
+            log.warning("%s: %s; next request in %.1f s", self._where(), got.why, seconds)
 
     def _wire(self) -> _Wire:
         import httpx  # half a second that a recipe's loading does without
@@ -324,7 +324,7 @@ class Endpoint:
         except UserError as error:
             raise JudgeError(f"a header for {self._where()}: {error.message}") from None
         if wrong := next((name for name, value in read.items() if not value.isascii() or not value.isprintable()), ""):
-            raise JudgeError(f"the header {wrong} for {self._where()} has a value that no header can have")
+            raise JudgeError(f"the header {wrong} for {self._where()} has a value with characters that a header cannot contain")
         return read
 
     def _address(self) -> str:
@@ -361,7 +361,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """Asking again may help, after `wait_s` where the server says so (`asked`), or who starts it."""
+    """A repeated request may succeed, after `wait_s` if the server (`asked`) or the process that starts it says so."""
 
     why: str
     wait_s: float | None = None
@@ -375,12 +375,12 @@ class _NoSchema:
 
 @dataclass(slots=True, kw_only=True)
 class _Trying:
-    """What the requests of one question have come to so far."""
+    """The state of one question's requests."""
 
     schema: Mapping[str, Any] | None
     tries: int = 0
-    why: str = ""  # the last one got no answer
-    refused: str = ""  # why the server took no schema
+    why: str = ""  # why the last request got no answer
+    refused: str = ""  # why the server accepted no schema
 
 
 def checked_url(url: str) -> str:
@@ -395,7 +395,7 @@ def checked_url(url: str) -> str:
 
 
 async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
-    """Whether the lock was got in time."""
+    """Whether the lock was acquired in time."""
     try:
         async with asyncio.timeout(within_s):
             return await lock.acquire()
@@ -404,9 +404,9 @@ async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
 
 
 async def _bounded(response: httpx.Response, most: int) -> bytes:
-    """The first `most` bytes of an answer and one more where there are more; the rest is not read.
+    """The first `most` bytes of an answer, and one more if there are more. Does not read the rest.
 
-    Raises `httpx.RemoteProtocolError` for an answer in very many pieces: each costs more than its bytes.
+    Raises `httpx.RemoteProtocolError` for an answer in very many pieces, because each piece costs more time than its bytes.
     """
     import httpx
 
@@ -417,16 +417,16 @@ async def _bounded(response: httpx.Response, most: int) -> bytes:
         if size > most:
             break
         if len(parts) > _MOST_PIECES + size // _FULL_PIECE:
-            raise httpx.RemoteProtocolError(f"an answer that comes in pieces of {size // len(parts)} bytes")
+            raise httpx.RemoteProtocolError(f"the answer comes in pieces of {size // len(parts)} bytes")
         if len(parts) % _PIECES_AT_ONCE == 0:
-            await asyncio.sleep(0)  # what is there already is read without waiting, and others wait meanwhile
+            await asyncio.sleep(0)  # buffered pieces are read without waiting, so other tasks get no turn
     return b"".join(parts)[: most + 1]
 
 
 def error_in(content: bytes) -> tuple[int, str] | None:
-    """Status and text of an error that the body of a 200 holds in place of an answer, as gateways send them; None: it holds none.
+    """Status and text of an error in the body of a 200, as some proxies send it; None if there is no such error.
 
-    An error without a status that reads like an overload or a fault of the server counts as 503; any other is left to be read.
+    An error without a status counts as 503 if its text reports an overload or a fault of the server. Any other body is read as an answer.
     """
     if b'"error"' not in content:
         return None

@@ -26,7 +26,7 @@ _SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc",
 _BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # letters and symbols of Unicode that show nothing, or stand for nothing
 _WORDLESS = re.compile(r"[^\w' -]+|_+")
 _MARKS = "?!.,:;\"'`*_>\u201c\u201d\u2018\u2019"
-_AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # of words; "..." in a row is looked at once
+_AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # around words; linear in long "..."
 
 
 def hollow(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
@@ -49,7 +49,7 @@ def hollow(answer: str | None, *, question: str = "", reference: str | None = No
 
 
 def _echoes(answer: str, question: str) -> bool:
-    """Whether an answer is the question, once or more often, in whatever capitals and punctuation."""
+    """Whether an answer is the question, once or several times, ignoring case and punctuation."""
     said, wanted = (" ".join(_AROUND.sub("", text[:_LONGEST_ECHO].casefold()).split()) for text in (answer, question))
     if not wanted:
         return question.strip() != "" and answer.strip() == question.strip()

@@ -25,8 +25,8 @@ class Abstained(ValueError):
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The one JSON object that a text is, alone or as its only fenced block; a thought in front of it is passed over, also one that the
-    prompt has opened already.
+    """The JSON object that a text consists of, alone or as its only fenced block. Skips reasoning before it, also if the prompt has opened
+    the reasoning block.
 
     Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN.
     """
