@@ -66,7 +66,7 @@ def test_a_folder_of_traces_becomes_a_suite_that_tells_policies_apart(project: P
     (row,) = json.loads(agentrl("failures", "list", "support", "--json"))["traces"]
     (project / "truths.jsonl").write_text(json.dumps({"trace": row["id"], "truth": "It is on its way."}) + "\n")
     told = agentrl("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", code=1)
-    assert "none can be a case: 1 hold no task" in told and "--verifier" in told
+    assert "can become a case: 1 hold no task" in told and "--verifier" in told
     made = ("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", "--verifier", "./judge.py:exact")
     told = agentrl(*made, code=1)
     assert "the right answer: give --truths FILE" in told and row["id"] in told and "keys of its origin: " in told

@@ -133,4 +133,4 @@ def test_a_suspicion_names_what_failed_after_the_first_turn_and_blames_nobody_be
         rate.attempt(failure)
     told = rate.suspicion()
     assert told.startswith("14 of the newest 64 attempts failed after the policy's first turn")
-    assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it is sound" in told
+    assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it works" in told
