@@ -56,10 +56,12 @@ class Comparison:
         if answer.kind == "unit":
             known = _same_unit(truth.value, answer.value) if truth.kind == "unit" else names_unit(self._prompt, str(answer.value))
             return known and self.same(truth.parts[0] if truth.kind == "unit" else truth, answer.parts[0])
-        if (truth.kind == "percent") is not (answer.kind == "percent") and names_percent(self._prompt):  # 18 and 18%
-            bare = [one.parts[0] if one.kind == "percent" else one for one in (truth, answer)]
-            if self._same_scalar(*bare):
+        wanted, given = _percentage(truth), _percentage(answer)
+        if (wanted is None) is not (given is None) and names_percent(self._prompt):  # 18 and 18%
+            if self._same_scalar(wanted or truth, given or answer):
                 return True
+            if wanted is None and abs(literal(truth) or 0) > 1:  # 18 is no share, so 18% is right and 1800% is not
+                return False
         if truth.kind == "unit":  # a unit may be left out, and none may be added but one that the question names
             return self.same(truth.parts[0], answer)
         if truth.kind == answer.kind == "relation" and truth.value != "=" and symbols(truth) != symbols(answer):
@@ -294,8 +296,9 @@ def literal(node: Node) -> Fraction | None:
         assert isinstance(node.value, Fraction)
         return node.value
     if node.kind == "percent":
-        value = node.parts[0].value
-        return value / 100 if isinstance(value, Fraction) else None
+        bare = node.parts[0]
+        value = literal(bare) if (bare.parts[0] if bare.kind == "neg" else bare).kind in ("number", "decimal", "mixed") else None
+        return None if value is None else value / 100
     if node.kind == "div":
         above, below = node.parts
         if (above.kind == "neg") is not (below.kind == "neg"):
@@ -318,6 +321,13 @@ def _power_of_ten(node: Node) -> Fraction | None:
         return None
     exponent = literal(node.parts[1])
     return None if exponent is None or exponent.denominator != 1 or abs(exponent) > 1000 else Fraction(10) ** int(exponent)
+
+
+def _percentage(node: Node) -> Node | None:
+    """The number before a percent sign, with its sign; None for other nodes."""
+    if node.kind == "percent":
+        return node.parts[0]
+    return Node("neg", node.parts[0].parts) if node.kind == "neg" and node.parts[0].kind == "percent" else None
 
 
 def _decimal(node: Node) -> bool:

@@ -17,7 +17,7 @@ LONGEST_UNIT = 40  # characters
 LONGEST_PHRASE = 8  # words after "how many"
 _ANGLE = re.compile(r"degree|\\circ|\\angle|\N{DEGREE SIGN}|\bangle", re.IGNORECASE)
 _MONEY = re.compile(r"\\\$|\$\s?\d|\bdollars?\b|\bUSD\b", re.IGNORECASE)
-_PERCENT = re.compile(r"\b(?:what|which|how many|as an?|in|the)(?:\s+\w+)?\s+percent(?:age)?s?\b", re.IGNORECASE)
+_PERCENT = re.compile(r"\b(?:what|which|how many|as an?|in|the)(?:\s+(?!\d)\w+)?\s+percent(?:age)?s?\b", re.IGNORECASE)
 _MANY = re.compile(r"\b(?:how\s+(many|much)|(?:what is|find|determine|compute|calculate)\s+the\s+number\s+of)\b([^?.!;,]*)", re.IGNORECASE)
 _IN = re.compile(r"\bin\s+((?:[A-Za-z]{2,}|[mgsLlhNJWVK](?=\s*(?:[?.!,;/]|$)))[^?.!;,]*)")
 _WORDS = re.compile(r"[A-Za-z]+|/|\^\{?-?\d\}?")
@@ -41,6 +41,7 @@ _SCALES = _names(
 )
 _POWERS = ("square", "sq", "cubic", "cu")
 _BEFORE = frozenset({"per", "/", *_POWERS}) | (_SCALES - {"more", "less", "over", "plus", "minus", "negative"})
+_OF = frozenset({"of", "a", "an", "the"})
 _LETTER = re.compile(r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b")  # a unit only if a number precedes it
 _NOUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("speed", "velocity", "fast"), ("m/s",)),
@@ -101,10 +102,12 @@ def _asked(prompt: str) -> list[str] | None:
 
 
 def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
-    """Whether a phrase names this unit: in the same words or, if both are known, as the same unit. "miles per hour" is not "miles"."""
+    """Whether a phrase names this unit: in the same words or, if both are known, as the same unit. "miles per hour" is not "miles", and
+    neither is "tenths of a mile"."""
     mine, plain = _prefix(words), [_singular(word) for word in words]
     for start in range(len(phrase)):
-        if start and _singular(phrase[start - 1]) in _BEFORE:
+        before = next((_singular(word) for word in reversed(phrase[:start]) if word.lower() not in _OF), "")
+        if before in _BEFORE:
             continue
         if mine is not None and _begins(phrase[start]) and mine == _prefix(phrase[start:]):
             return True

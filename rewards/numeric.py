@@ -149,13 +149,15 @@ def _meant(given: Amount, truth: Amount, prompt: str) -> Iterator[Quantity | Non
     known, wanted = _in_base_units(given), _in_base_units(truth)
     assert wanted is not None, "a truth with a known unit"
     has_dimension = wanted.unit is not None and any(wanted.unit.powers)
-    if given.name:
+    percentage = _is_percent(given) is not _is_percent(truth) and not has_dimension and names_percent(prompt)
+    if percentage and not truth.name and abs(truth.value) > 1:  # 50 is no share, so 50% is right and 5000% is not
+        pass
+    elif given.name:
         yield known
     elif not has_dimension:
         yield Quantity(given.value, ONE)  # 0.5 is 50%
     elif names_unit(prompt, truth.name):
         yield Quantity(given.value, None)
-    percentage = _is_percent(given) is not _is_percent(truth) and not has_dimension and names_percent(prompt)
     if percentage or (given.name and not truth.name and names_unit(prompt, given.name)):
         yield Quantity(given.value, None)
 

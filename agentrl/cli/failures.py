@@ -60,14 +60,14 @@ def list_failures(
     from agentrl.failure.tell import line
 
     with _opened(run) as collection:
-        matching = collection.rows(_wanted(tag=tag, kind=kind, phase=phase, version=version, why=why))
-        rows = matching[max(len(matching) - most, 0) :]
+        wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, why=why)
+        matching, rows = collection.matching(wanted), collection.rows(wanted, most=most, newest=True)[::-1]
         digest = {key: value for key, value in digest_of(collection).items() if key != "examples"}
         kinds: Counter[str] = Counter()
         for (name, found), times in collection.counts("kind", "tag").items():
             kinds[name] += times if found else 0
     if as_json:
-        print(json.dumps({**digest, "kinds": dict(kinds), "matching": len(matching), "traces": [asdict(row) for row in rows]}))
+        print(json.dumps({**digest, "kinds": dict(kinds), "matching": matching, "traces": [asdict(row) for row in rows]}))
         return
     print(
         f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces are kept, {digest['dropped']} made room"
@@ -89,8 +89,8 @@ def list_failures(
         told = f"{line(row.id, 40):14} {line(row.tag, 24):19} {row.why:9} {line(row.phase, 12):6} v{row.version:<3} {score:>5}"
         room = wide - len(told) - 2 if wide else 60
         print(f"{told}  {line(row.question, room)}" if room >= _LEAST_QUESTION else told)
-    if len(rows) < len(matching):
-        print(f"the newest {len(rows)} of {len(matching)} traces; all of them: --most {len(matching)}")
+    if len(rows) < matching:
+        print(f"the newest {len(rows)} of {matching} traces; all of them: --most {matching}")
 
 
 @failures_app.command("show", epilog="Example: agentrl failures show runs/quickstart g000012-3-a0")

@@ -147,6 +147,12 @@ class Collection:
             names = tuple(Row.__slots__)
             return [Row(**dict(zip(names, self._typed(names, line), strict=True))) for line in found]
 
+    def matching(self, wanted: Wanted) -> int:
+        """The number of traces that `rows` would list."""
+        where, values = wanted.where()
+        with self._asked():
+            return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
+
     def traces(self, wanted: Wanted | None = None, *, most: int = -1) -> Iterator[Trace]:
         """The traces themselves, oldest first, one in memory at a time. One that is damaged raises `StoreError` with its id."""
         for row in self.rows(wanted, most=most):

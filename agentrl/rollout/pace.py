@@ -282,7 +282,10 @@ class Pace:
         if not isinstance(data, dict) or not isinstance(sizes := data.get("sizes"), dict) or len(sizes) > _MOST_SIZES:
             raise ValueError("not a history of requests")
         histories = {int(size): _History.from_data(one) for size, one in sizes.items()}
-        self._all, self._work = _History.from_data(data.get("all")), _History.from_data(data.get("work"))
+        whole, work = _History.from_data(data.get("all")), _History.from_data(data.get("work"))
+        if len(whole) != len(work):
+            raise ValueError("no history of requests: two of one kind have different lengths")
+        self._all, self._work = whole, work
         self._sizes = {size: one for size, one in histories.items() if len(one)}
 
     def _advance(self, now: float) -> None:

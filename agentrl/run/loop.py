@@ -84,6 +84,8 @@ async def _pipeline(run: Run) -> None:
         record_missing(run)
         if newest.number == 0 and not concluded(run):
             await evaluated_once(run, "before", step=0)
+        if needed:
+            measure.forget_evaluation(run.folder, "after")  # of this run, when it had fewer steps
         if not concluded(run):
             await _learn(run, learning)
         if concluded(run):

@@ -232,6 +232,14 @@ def save_evaluation(
     write(path, json.dumps(phases, indent=2) + "\n")
 
 
+def forget_evaluation(folder: Path, phase: str) -> None:
+    """Removes a phase from `evaluations.json`, if it is there: it is no longer of the run's result."""
+    path = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if phases.pop(phase, None) is not None:
+        write(path, json.dumps(phases, indent=2) + "\n")
+
+
 def _thought(most: int, result: Evaluation) -> dict[str, Any]:
     rate = _rate(result.rate) if result.rate is not None else {}
     pass_at = {str(k): value for k, value in result.pass_at.items()}

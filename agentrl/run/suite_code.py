@@ -6,7 +6,10 @@ name only code and images of the project and code of installed packages.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from agentrl.errors import UserError
@@ -49,9 +52,19 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
             if not code[0].is_relative_to(root):
                 yield reference, f"which is outside the project {root}"
         else:
-            code = [(root / module.replace(".", "/")).with_suffix(end).resolve() for end in (".py", "")] if colon else []
+            code = [path.resolve() for path in _of_module(module, root)] if colon else []
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code that came with the suite"
     image = case.task.sandbox.image
     if not (root / image).resolve().is_relative_to(root):
         yield image, f"an image outside the project {root}"
+
+
+def _of_module(module: str, root: Path) -> Iterator[Path]:
+    """Where a module of the project is, and where Python finds its package: also in the current directory, which may be the suite's."""
+    for end in (".py", ""):
+        yield (root / module.replace(".", "/")).with_suffix(end)
+    importlib.invalidate_caches()
+    found = PathFinder.find_spec(module.partition(".")[0], [str(root), *sys.path])  # imports nothing
+    if found is not None:
+        yield from map(Path, (*filter(None, [found.origin]), *(found.submodule_search_locations or ())))

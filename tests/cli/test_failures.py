@@ -16,6 +16,7 @@ from agentrl.errors import UserError
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
+from agentrl.failure.rows import Row, Wanted
 from agentrl.failure.trace import Spoken, Tag, Trace, Why
 from agentrl.records import Group, Message, Score, ToolCall
 from agentrl.sections.failures import CaptureConfig
@@ -67,6 +68,18 @@ def test_a_list_that_is_cut_says_so(run: Path) -> None:
     assert "the newest 0 of 1 traces" in call("list", str(run), "--most", "0", "--tag", "wrong_tool")
     found = json.loads(call("list", str(run), "--most", "2", "--json"))
     assert (len(found["traces"]), found["matching"]) == (2, 3)
+
+
+def test_a_list_reads_no_more_than_it_shows(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, bounds = Collection.rows, list[int]()
+
+    def bounded(self: Collection, wanted: Wanted | None = None, *, most: int = -1, newest: bool = False) -> list[Row]:
+        bounds.append(most)
+        return rows(self, wanted, most=most, newest=newest)
+
+    monkeypatch.setattr(Collection, "rows", bounded)
+    call("list", str(run), "--most", "2")
+    assert 2 in bounds and -1 not in bounds
 
 
 def test_show_marks_the_failing_turn(run: Path) -> None:

@@ -208,6 +208,16 @@ ASKED: list[tuple[str, str, str, float]] = [  # question, truth, answer, due
     ("What percentage is left?", "50%", "0.5", 1.0),
     ("What percentage is left?", "50", "0.5", 0.0),
     ("What percentage is left?", "0.5", "50", 0.0),
+    ("What percentage is left?", "0.5", "50%", 1.0),
+    ("What percentage is left?", "50", "5000%", 0.0),
+    ("By what percentage does it fall?", "-50", "-5000%", 0.0),
+    ("By what percentage does it fall?", "-50", "-50%", 1.0),
+    ("After the 20 percent tax, how much is left?", "0.8", "0.8%", 0.0),
+    ("After the 20 percent tax, how much is left?", "0.8", "80%", 1.0),
+    ("How many thousands of people?", "5", "5 people", 0.0),
+    ("How many thousands of people?", "5", "5 thousands of people", 1.0),
+    ("How many tenths of a mile?", "5", "5 miles", 0.0),
+    ("How many slices of the pizza?", "5", "5 slices", 1.0),
 ]
 
 

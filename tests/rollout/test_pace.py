@@ -386,6 +386,7 @@ BAD = [None, 3, {}, {"all": {}, "work": {}, "sizes": {}}, {"all": {"stride": 1, 
 BAD += [{"all": {"stride": 1, "requests": [[1.0, float("nan"), 2.0]]}, "work": {"stride": 1, "requests": []}, "sizes": {}}]
 BAD += [{"all": {"stride": 1, "requests": [[1.0, 1.0, 1.0]] * 300}, "work": {"stride": 1, "requests": []}, "sizes": {}}]
 BAD += [{"all": {"stride": 0, "requests": []}, "work": {"stride": 1, "requests": []}, "sizes": {"a": {}}}]
+BAD += [{"all": {"stride": 1, "requests": [[1.0, 1.0, 1.0]]}, "work": {"stride": 1, "requests": []}, "sizes": {}}]
 
 
 @pytest.mark.parametrize("data", BAD)

@@ -182,3 +182,12 @@ async def test_a_run_goes_on_below_its_rate(tmp_path: Path, rate: float, script:
     with pytest.raises(asyncio.CancelledError):
         await pipeline(tmp_path, rate, script, groups=20)
     assert len(json.loads((tmp_path / "stored").read_text())) == 20
+
+
+async def test_what_a_shorter_run_ended_with_is_no_result_of_a_longer_one(tmp_path: Path) -> None:
+    """Resumed with more steps and stopped: it is not finished, and its summary has no rate of the weights in the middle."""
+    rate = {"heldout": {"value": 1.0, "ci_low": 1.0, "ci_high": 1.0, "n": 1}}
+    (tmp_path / "evaluations.json").write_text(json.dumps({"eval_4": rate, "after": rate}))
+    with pytest.raises(asyncio.CancelledError):
+        await pipeline(tmp_path, 0.5, say, groups=2)
+    assert json.loads((tmp_path / "evaluations.json").read_text()) == {"eval_4": rate, "before": {}}

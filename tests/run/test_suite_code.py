@@ -62,6 +62,28 @@ def test_code_from_elsewhere_is_refused_before_it_is_imported(kind: str, referen
     assert not list(tmp_path.rglob("ran"))
 
 
+@pytest.mark.parametrize("reference", ["evil:v", "package.part:v", "package.evil.part:v"])
+@pytest.mark.parametrize("entry", ["", "{suite}"])
+def test_code_that_python_finds_in_the_current_directory_is_refused(
+    reference: str, entry: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `python -m agentrl eval .` in the folder of the suite."""
+    suite = project / "evals" / "theirs"
+    (project / "evil.py").unlink()
+    (suite / "package").mkdir()
+    (suite / "package" / "__init__.py").write_text(EVIL)
+    monkeypatch.chdir(suite)
+    monkeypatch.syspath_prepend(entry.format(suite=suite))
+    with pytest.raises(UserError, match="came with the suite"):
+        check_confined(suite_of(project, naming(verifiers=(reference,))), project)
+
+
+def test_the_project_goes_before_the_current_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project / "evals" / "theirs")
+    monkeypatch.syspath_prepend("")
+    check_confined(suite_of(project, naming(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
+
+
 @pytest.mark.parametrize("image", ["/etc", "../image", "sandboxes/../../image"])
 def test_an_image_from_elsewhere_is_refused(image: str, project: Path) -> None:
     with pytest.raises(UserError, match="an image outside"):

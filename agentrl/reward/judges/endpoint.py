@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _EXCERPT = 300  # characters of a refusal that are quoted
 _LONGEST_KEY = 8192
+_SHORTEST_HIDDEN = 16  # characters of a header's value that is hidden in answers; shorter ones may be words
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CHARS_PER_TOKEN = 3  # where a server does not count: rather too many tokens than too few
 _MOST_TOKENS = 1 << 31  # that are believed of one answer
@@ -277,16 +278,19 @@ class Endpoint:
     ) -> Reply | _Later | _NoSchema:
         import httpx
 
-        key = self._key()
+        key, further = self._key(), self._further_headers()
+        hidden = [value for value in (key, *further.values()) if value and (value == key or len(value) >= _SHORTEST_HIDDEN)]
         try:
-            async with asyncio.timeout(limit_s), self._posted(wire, body, key) as response:
+            async with asyncio.timeout(limit_s), self._posted(wire, body, key, further) as response:
                 if response.status_code == 200:
                     content = await _bounded(response, self.max_bytes)
                     if (found := error_in(content)) is not None:
-                        said = _without(key, printable(found[1], _EXCERPT))
+                        said = printable(_without(key, found[1]), _EXCERPT)
                         return self._refusal(found[0], response.headers, " ".join(said.split()), schema)
-                    return self._read(content.replace(key.encode(), secrets.HIDDEN.encode()) if key else content, messages)
-                said = _without(key, printable((await _bounded(response, 4 * _EXCERPT)).decode(errors="replace"), _EXCERPT))
+                    for value in hidden:
+                        content = content.replace(value.encode(), secrets.HIDDEN.encode())
+                    return self._read(content, messages)
+                said = printable(_without(key, (await _bounded(response, 4 * _EXCERPT)).decode(errors="replace")), _EXCERPT)
                 return self._refusal(response.status_code, response.headers, " ".join(said.split()), schema)
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
@@ -312,9 +316,9 @@ class Endpoint:
         raise kind(f"{self._where()} refuses: status {status}: {said}{hint}")
 
     @asynccontextmanager
-    async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str) -> AsyncIterator[httpx.Response]:
+    async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str, further: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         # No compression: a small answer could otherwise unpack to gigabytes.
-        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {}), **self._further_headers()}
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {}), **further}
         async with wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
             yield response
 

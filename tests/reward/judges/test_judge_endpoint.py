@@ -264,6 +264,20 @@ async def test_the_key_goes_to_the_endpoint_and_nowhere_else(monkeypatch: pytest
         await closing(one)
 
 
+async def test_a_server_that_repeats_its_headers_gives_no_secret_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, header = "sk-very-secret", "zebra-0123456789-in-a-header"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    monkeypatch.setenv("THEIR_HEADER", header)
+    wanted = {"key_env": "JUDGE_KEY", "headers": {"api-key": "env:THEIR_HEADER"}}
+    with ChatServer([Says(f"{key} and {header}")]) as server:
+        reply = await closing(endpoint(server.url, **wanted))
+    assert server.requests[0]["headers"]["api-key"] == header and reply.text == "[secret] and [secret]"  # type: ignore[attr-defined]
+    for at in range(280, 301):  # in part behind what is quoted
+        with ChatServer([Says(status=401, raw=b"x" * at + f"{key}{header}".encode())]) as server, pytest.raises(JudgeError) as refused:
+            await closing(endpoint(server.url, **wanted))
+        assert "sk-" not in str(refused.value) and "zebra" not in str(refused.value)
+
+
 async def test_a_redirect_is_not_followed() -> None:
     with ChatServer([Says(RIGHT)]) as other:
         away = Says(status=307, headers={"location": f"{other.url}/chat/completions"}, raw=b"")
