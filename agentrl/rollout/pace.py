@@ -119,7 +119,10 @@ class _History:
 
     def to_data(self) -> dict[str, Any]:
         """The history as JSON data, in three significant digits."""
-        return {"stride": self._stride, "requests": [[float(f"{value:.3g}") for value in one] for one in self._kept]}
+        return {
+            "stride": self._stride,
+            "requests": [[float(f"{pace:.3g}"), float(f"{rate:.3g}"), tokens] for pace, rate, tokens in self._kept],
+        }
 
     @classmethod
     def from_data(cls, data: Any) -> _History:

@@ -126,7 +126,9 @@ async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run
         stack.push_async_callback(closed_badly)
         stack.callback(closed.append, "the last")
     assert closed == ["the last", "the first to be opened"]
-    assert "sandboxes may be left (agentrl sandbox prune removes them): SandboxError: Docker daemon: connection refused" in caplog.text
+    assert (
+        "sandboxes may be left behind (agentrl sandbox prune removes them): SandboxError: Docker daemon: connection refused" in caplog.text
+    )
     log = (run / "logs" / "driver.log").read_text()
     assert "in closing what was open" in log and "Traceback" in log
 
