@@ -118,7 +118,7 @@ class _History:
         return self._usual
 
     def to_data(self) -> dict[str, Any]:
-        """The history as JSON data, in three significant digits."""
+        """The history as JSON data: times and rates in three significant digits, tokens exactly, because they weight the medians."""
         return {
             "stride": self._stride,
             "requests": [[float(f"{pace:.3g}"), float(f"{rate:.3g}"), tokens] for pace, rate, tokens in self._kept],
