@@ -10,8 +10,9 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +34,29 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the request took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: bool = False) -> Iterator[None]:
+    """Raises what `raised` returns in a block that takes longer than `limit_s` seconds, or with `cpu` seconds of CPU time.
+
+    Python runs a signal's handler in the main thread, between two operations. So a block in another thread has no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise raised()
+
+    number, timer = (signal.SIGVTALRM, signal.ITIMER_VIRTUAL) if cpu else (signal.SIGALRM, signal.ITIMER_REAL)
+    before = signal.signal(number, stop)
+    signal.setitimer(timer, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0)
+        signal.signal(number, before or signal.SIG_DFL)
 
 
 def kill_marked(name: str, value: str) -> int:

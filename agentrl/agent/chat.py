@@ -18,8 +18,7 @@ from typing import Any, Literal
 from agentrl.agent.arguments import problems
 from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
 from agentrl.agent.fence import Fence
-from agentrl.agent.forms import Reading
-from agentrl.agent.forms.frames import Frame, frame
+from agentrl.agent.forms import Frame, Reading
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
@@ -170,7 +169,8 @@ class ChatFormat:
 
     def frame(self, name: str) -> Frame | None:
         """The text around the arguments of a call of this tool; None if guided decoding cannot enforce the policy's form."""
-        return frame(self._form.name, name)
+        frame = self._form.frame
+        return None if frame is None else frame.of(name)
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> ParsedCompletion:
         """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.agent.tools import FREE, ToolOutcome
-from agentrl.contract.recorded import RecordedCall, Recording
+from agentrl.contract.recorded import RecordedCall, Recording, arguments_key
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits, Task
 
@@ -24,15 +23,15 @@ class RecordedTool:
     def __init__(self, schema: Mapping[str, Any], calls: Sequence[RecordedCall]) -> None:
         self.schema = schema
         self.name = str(schema["function"]["name"])
-        self._calls: dict[tuple[str, str], RecordedCall] = {}
+        self._calls: dict[str, RecordedCall] = {}
         for call in calls:
-            self._calls.setdefault(call.key, call)
+            self._calls.setdefault(arguments_key(call.arguments), call)
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        found = self._calls.get((self.name, json.dumps(arguments, sort_keys=True)))
-        if found is not None:
-            return ToolOutcome(output=found.output, ok=not found.failed)
-        known = "; ".join(text[:_LONGEST] for _, text in list(self._calls)[:_SHOWN]) or "nothing"
+        call = self._calls.get(arguments_key(arguments))
+        if call is not None:
+            return ToolOutcome(output=call.output, ok=not call.failed)
+        known = "; ".join(text[:_LONGEST] for text in list(self._calls)[:_SHOWN]) or "nothing"
         return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; it was called with {known}", ok=False)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.agent.template import SHIPPED
 from agentrl.causes import short
 from agentrl.errors import UserError
+from agentrl.processes import alarm
 from agentrl.records import Message
 
 THINK = ("<think>", "</think>")
@@ -52,29 +50,11 @@ class Tokenizer(Protocol):
 
 
 class _TooLong(Exception):
-    """A rendering has exceeded its CPU time."""
+    """A rendering has exceeded its CPU time: a template may behave differently on messages that its test did not include."""
 
 
-@contextmanager
-def _within(cpu_s: float) -> Iterator[None]:
-    """Bounds the CPU time of a rendering, because a template may behave differently on messages that the earlier test did not include.
-
-    Python runs a signal's handler in the main thread, between two operations. So a rendering in another thread is not bounded.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise _TooLong(f"it takes more than {cpu_s:g} s of CPU time")
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+def _too_long() -> _TooLong:
+    return _TooLong(f"it takes more than {RENDER_S:g} s of CPU time")
 
 
 class Renderer:
@@ -97,7 +77,7 @@ class Renderer:
         """A conversation up to where the next turn of the assistant begins. Raises `UserError` for what the template does not take."""
         tools = [dict(s) for s in schemas] or None
         try:
-            with _within(RENDER_S):
+            with alarm(RENDER_S, _too_long, cpu=True):
                 return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)

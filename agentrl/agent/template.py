@@ -39,6 +39,7 @@ _CHILD = "from agentrl.agent.template import _child; _child()"
 _TOO_MUCH, _GAVE_UP = 3, 4  # exit statuses
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
 _MOST_GROWTH = 64  # output characters or tokens per input character
+_PASSED: set[tuple[tuple[tuple[str, str], ...], str | None, float]] = set()  # (content of the folder, template, limit)
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -102,9 +103,6 @@ def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S
     if key not in _PASSED:
         _try(text, folder, cpu_s)
         _PASSED.add(key)
-
-
-_PASSED: set[tuple[tuple[tuple[str, str], ...], str | None, float]] = set()  # (content of the folder, template, limit)
 
 
 def _content(folder: Path) -> tuple[tuple[str, str], ...]:

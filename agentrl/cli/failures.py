@@ -272,20 +272,20 @@ def promote_failures(
 
     With --from-turn the episode is played again in a live sandbox up to that turn, and captured there: the case samples from there on.
     """
-    from agentrl.failure.imported import Missing, left_out, read_truths
+    from agentrl.failure.imported import Supplied, left_out, read_truths
     from agentrl.failure.promote import promote
 
     if not traces and not (tag or kind or phase or version is not None or most):
         raise UserError("which traces?", fix="give their ids, or filters such as --tag misread_output --most 20")
-    missing = None
+    supplied = None
     if verifier or truths or truth_from or tools or image:
         known = read_truths(truths) if truths is not None else {}
-        missing = Missing(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
+        supplied = Supplied(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
         chosen = selected = collection.rows(wanted, most=-1 if most is None else most, newest=True)
         if not traces:  # of a selection, what cannot be a case is left out; of named traces it is an error
-            chosen = [row for row in selected if row.why != "fault" and (row.task_key or missing is not None)]
+            chosen = [row for row in selected if row.why != "fault" and (row.task_key or supplied is not None)]
         _check_all_there(run, wanted.ids, chosen)
         found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
     if not found:
@@ -295,7 +295,7 @@ def promote_failures(
         from agentrl.run.starts import starts_of
 
         starts = asyncio.run(starts_of(run, found, from_turn))
-    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts, missing=missing)
+    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
     for trace in found:
         if trace.task is None and (lost := left_out(trace)):
             print(f"{trace.id}: {lost}", file=sys.stderr)

@@ -6,6 +6,7 @@ A task that names the tool `recorded` has them in its data. Its tools answer the
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,10 @@ class RecordedCall(Record):
     output: Text
     failed: bool = False
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.name, json.dumps(self.arguments, sort_keys=True)
+
+def arguments_key(arguments: Mapping[str, Any]) -> str:
+    """A text that is the same for equal arguments."""
+    return json.dumps(arguments, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ _LARGEST = 64 << 20  # bytes of a file of truths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
+class Supplied:
     """User-supplied parts of a task that an imported trace does not hold."""
 
     verifiers: tuple[str, ...] = ()
@@ -34,20 +34,20 @@ class Missing:
         return self.truths.get(trace.id, trace.origin.get(self.truth_from) if self.truth_from else None)
 
 
-def task_of(trace: Trace, missing: Missing) -> Task:
-    """The task of a trace's agent. Raises a `UserError` that names everything that is missing."""
+def task_of(trace: Trace, supplied: Supplied) -> Task:
+    """The task of a trace's agent. Raises a `UserError` that names everything that is supplied."""
     asked = [one.message for one in trace.spoken]
     first = next((number for number, one in enumerate(asked) if one.role == "assistant"), len(asked))
     prompt = tuple(Message(role=one.role, content=one.content) for one in asked[:first] if one.role in ("system", "developer", "user"))
-    truth = missing.truth_of(trace)
+    truth = supplied.truth_of(trace)
     lacks = [
         (not any(one.role == "user" for one in prompt), "what the user asked: no user message comes before the agent's first message"),
-        (not missing.verifiers, "a verifier: give --verifier, such as rewards.exact:exact"),
+        (not supplied.verifiers, "a verifier: give --verifier, such as rewards.exact:exact"),
         (
             truth is None,
             f"the right answer: give --truths FILE with a line {json.dumps({'trace': trace.id, 'truth': '...'})}, or --truth-from KEY",
         ),
-        (not missing.tools and _called(trace) and not _answered(trace), "the results of its tools: give stubs with --tools module:attr"),
+        (not supplied.tools and _called(trace) and not _answered(trace), "the results of its tools: give stubs with --tools module:attr"),
     ]
     if found := [text for wrong, text in lacks if wrong]:
         keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
@@ -55,7 +55,7 @@ def task_of(trace: Trace, missing: Missing) -> Task:
             printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(found)}{keys}", 2000),
             fix="add the missing options to the command",
         )
-    tools = missing.tools or ((NAME,) if _called(trace) or trace.tools else ())
+    tools = supplied.tools or ((NAME,) if _called(trace) or trace.tools else ())
     data: dict[str, Any] = {"answer": truth, "kind": trace.source}
     if NAME in tools:
         data |= _recording(trace).data()
@@ -64,8 +64,8 @@ def task_of(trace: Trace, missing: Missing) -> Task:
         family="imported",
         prompt=prompt,
         tools=tools,
-        sandbox=SandboxSpec(image=missing.image or "sandboxes/tables"),
-        verifiers=missing.verifiers,
+        sandbox=SandboxSpec(image=supplied.image or "sandboxes/tables"),
+        verifiers=supplied.verifiers,
         data=data,
         split=Split.HELDOUT,
     )

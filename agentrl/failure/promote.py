@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, check_asked, load_suite, save_case
-from agentrl.failure.imported import Missing, task_of
+from agentrl.failure.imported import Supplied, task_of
 from agentrl.failure.rows import kind_of
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.twins import Likeness, Withheld
@@ -44,7 +44,7 @@ def case_of(
     threshold: float | None = None,
     repeats: int | None = None,
     start: EpisodeState | None = None,
-    missing: Missing | None = None,
+    supplied: Supplied | None = None,
 ) -> Case:
     """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case, and one for each turn.
 
@@ -52,13 +52,13 @@ def case_of(
 
     Args:
         start: the state of its episode that the case begins with, in place of the task.
-        missing: what an imported trace does not hold.
+        supplied: what an imported trace does not hold.
 
     Raises `UserError` for a trace that does not hold its task, and for a fault, which tells nothing about a policy.
     """
     task = trace.task
     if task is None:
-        task = task_of(trace, missing or Missing())
+        task = task_of(trace, supplied or Supplied())
     if trace.why is Why.FAULT:
         raise UserError(
             f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
@@ -102,7 +102,7 @@ def promote(
     threshold: float | None = None,
     repeats: int | None = None,
     starts: Mapping[str, EpisodeState | None] = MappingProxyType({}),
-    missing: Missing | None = None,
+    supplied: Supplied | None = None,
 ) -> list[Promoted]:
     """Adds a case for each trace to the suite in a folder, made where there is none, but for tasks that are in it already.
 
@@ -113,14 +113,14 @@ def promote(
         threshold: the mean score that the attempts at each case must reach; None: what an evaluation says.
         repeats: attempts at each case in an evaluation; None: what the suite says.
         starts: trace -> the state that its case begins with; those of no other begin with their task.
-        missing: what imported traces do not hold; None: they make no cases.
+        supplied: what imported traces do not hold; None: they make no cases.
 
     Raises `UserError` for a trace that makes no case, before any is written.
     """
     check_asked(repeats=repeats, threshold=threshold)
     given = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
     cases = [
-        (trace, case_of(trace, start=starts.get(trace.id), missing=missing, **given))  # type: ignore[arg-type]
+        (trace, case_of(trace, start=starts.get(trace.id), supplied=supplied, **given))  # type: ignore[arg-type]
         for trace in traces
     ]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl import usercode
@@ -17,6 +13,7 @@ from agentrl.agent import Tool, ToolOutcome, load_tools
 from agentrl.agent.mcp.servers import PREFIX
 from agentrl.agent.toolbox import Kept
 from agentrl.errors import SandboxError, UserError
+from agentrl.processes import alarm
 from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.prove import odd
 from agentrl.prove.findings import Finding, Proof, clipped, examples, plural
@@ -187,7 +184,7 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | Non
     """What is wrong with how a call went; empty when it gave an outcome."""
     limit = min(task.limits.tool_timeout_s, CALL_S)
     try:
-        with _unblocked(limit + 5.0):
+        with alarm(limit + 5.0, _Blocked):
             async with asyncio.timeout(limit + 2.0):
                 outcome: Any = await tool(arguments, sandbox, task.limits)
     except _Blocked:
@@ -199,22 +196,3 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | Non
     except (Exception, SystemExit) as error:  # a tool is anybody's code
         return f"raises {type(error).__name__}"
     return "" if isinstance(outcome, ToolOutcome) else f"gives {type(outcome).__name__}, not a ToolOutcome"
-
-
-@contextmanager
-def _unblocked(limit_s: float) -> Iterator[None]:
-    """Raises `_Blocked` in code that keeps the event loop from running for this long. Only the main thread can be told."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_alarm(number: int, frame: FrameType | None) -> None:
-        raise _Blocked
-
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import UserError
 from agentrl.recipe import Recipe
+from agentrl.weights.deltas import tensors
 
 _WORTH_SAYING = 2 << 30  # bytes
 _MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master and two optimizer moments
@@ -39,7 +38,7 @@ class Room:
 
 def room(recipe: Recipe, model: Path) -> Room:
     """The disk space for a run that starts from `model`, a folder of safetensors. Experience and logs are not included."""
-    shapes = list(_shapes(model))
+    shapes = [entry["shape"] for path in model.glob("*.safetensors") for entry in tensors(path).values()]
     width = 2 if recipe.policy.dtype == "bfloat16" else 4
     learner, weights = recipe.learner, sum(map(math.prod, shapes))
     trained = weights if learner.lora is None else sum(learner.lora.rank * sum(shape) for shape in shapes if len(shape) == 2)
@@ -70,14 +69,6 @@ def check_room(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
     if wanted.total > free + held:
         return (f"the run needs up to {_gib(wanted.total)} in {folder}, and {_gib(free)} are free: {parts}\n  fix: {fix}",)
     return (f"the run keeps up to {_gib(wanted.total)} in {folder}: {parts}",) if wanted.total >= _WORTH_SAYING else ()
-
-
-def _shapes(model: Path) -> Iterator[tuple[int, ...]]:
-    """The shapes of a model's tensors, from the headers of its files, which were checked before."""
-    for path in model.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        yield from (tuple(one["shape"]) for name, one in header.items() if name != "__metadata__")
 
 
 def _held(folder: Path) -> int:

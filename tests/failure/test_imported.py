@@ -15,7 +15,7 @@ from agentrl.cli import app
 from agentrl.contract.recorded import NAME, Recording
 from agentrl.errors import AgentRLError, TaskError, UserError
 from agentrl.failure.case import load_suite
-from agentrl.failure.imported import Missing, left_out, read_truths, task_of
+from agentrl.failure.imported import Supplied, left_out, read_truths, task_of
 from agentrl.failure.trace import Spoken, Trace, Why
 from agentrl.records import Limits, Message, ToolCall
 from tests.run.suite_parts import OVERRIDES
@@ -96,12 +96,12 @@ def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> Spoken:
     return Spoken(message=Message(role=role, content=content, tool_calls=calls), **more)
 
 
-WHOLE = Missing(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
+WHOLE = Supplied(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
 
 
 def test_everything_that_lacks_is_named_at_once() -> None:
     with pytest.raises(UserError) as error:
-        task_of(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), Missing())
+        task_of(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), Supplied())
     for lack in ("what the user asked", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
         assert lack in str(error.value), lack
 

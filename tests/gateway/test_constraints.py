@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from agentrl.agent.forms.frames import frame
+from agentrl.agent.forms import FORMS
 from agentrl.gateway.asked import Asked, Refused
 from agentrl.gateway.constraint import constraint
 from agentrl.gateway.schemas import MAX_CHARS, MAX_DEPTH, MAX_SCHEMAS, Schemas
@@ -210,7 +210,8 @@ class Form:
         self.form, self.thinks_first = form, thinks_first
 
     def frame(self, name: str) -> Any:
-        return frame(self.form, name)
+        frame = FORMS[self.form].frame
+        return None if frame is None else frame.of(name)
 
 
 ASKED = Asked(
@@ -272,4 +273,4 @@ def test_what_a_constraint_lets_through_is_read_as_what_it_stands_for(form: str,
 
 def test_a_chat_knows_its_frames() -> None:
     chat = chat_of(shared_tokenizer())
-    assert chat.frame("look") == frame("hermes", "look") and not chat.thinks_first
+    assert chat.frame("look") == FORMS["hermes"].frame.of("look") and not chat.thinks_first

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 
-from agentrl.agent.forms.base import CallForm, Reading, Schemas
+from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas
 from agentrl.agent.forms.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from agentrl.agent.forms.harmony import HARMONY
 from agentrl.agent.forms.json_calls import HERMES, LLAMA3
@@ -26,4 +26,4 @@ def named(name: str) -> CallForm:
     return FORMS[name]
 
 
-__all__ = ["FORMS", "CallForm", "Reading", "Schemas", "named"]
+__all__ = ["FORMS", "CallForm", "Frame", "Reading", "Schemas", "named"]

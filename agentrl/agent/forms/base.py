@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.agent.arguments import Allowed, Parameters
@@ -28,6 +28,21 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The text around the arguments of a call, with which guided decoding enforces a form. `%` is the tool's name."""
+
+    begin: str  # before the arguments
+    end: str  # after the arguments
+    style: str  # xgrammar's `style` of a `json_schema`
+    between: str  # between two calls
+    excludes: tuple[str, ...] = ()  # texts that no argument may contain, because the reader would take them for the end
+
+    def of(self, tool: str) -> Frame:
+        """The frame of the calls of one tool."""
+        return replace(self, begin=self.begin.replace("%", tool))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
     """A form in which models write tool calls, and a reader for it.
 
@@ -41,6 +56,7 @@ class CallForm:
     ends: tuple[str, ...] = ()  # tokens that end a turn, beside the tokenizer's eos and the one that the template writes
     hands_over: tuple[str, ...] = ()  # tokens that end a turn by beginning the next one
     inner: tuple[str, ...] = ()  # tokens that stand between turns, and within one too: the reader knows where
+    frame: Frame | None = None  # None means that guided decoding cannot enforce the form
 
 
 @dataclass(slots=True)

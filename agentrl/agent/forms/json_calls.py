@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.agent.calls import MAX_CALLS, OPEN, NotJson, Refused, call_of, read_calls, scan_json
-from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
+from agentrl.agent.forms.base import CallForm, Collected, Frame, Reading, Schemas
 from agentrl.records import ToolCall
 
 PYTHON_TAG = "<|python_tag|>"
@@ -73,6 +73,9 @@ HERMES = CallForm(
     read=read_hermes,
     opens=(OPEN,),
     ends=("<|im_end|>",),
+    frame=Frame(
+        begin='<tool_call>\n{"name": "%", "arguments": ', end="}\n</tool_call>", style="json", between="\n", excludes=("</tool_call>",)
+    ),
 )
 LLAMA3 = CallForm(
     name="llama3_json",
@@ -80,4 +83,5 @@ LLAMA3 = CallForm(
     read=read_llama3,
     opens=(PYTHON_TAG, '{"name"'),
     ends=("<|eot_id|>", "<|eom_id|>"),
+    frame=Frame(begin='{"name": "%", "parameters": ', end="}", style="json", between="; "),
 )

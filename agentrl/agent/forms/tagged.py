@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.agent.arguments import Allowed
 from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, NotClosed, Refused, made_call, read_tagged, scan_json
-from agentrl.agent.forms.base import CallForm, Reading, Schemas, declared, value_of
+from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas, declared, value_of
 from agentrl.records import ToolCall
 
 _Body = tuple[str, Sequence[tuple[str, str, Allowed]]]
@@ -153,4 +153,5 @@ QWEN3_CODER = _form(
     "`<tool_call><function=NAME><parameter=KEY>` ... `</parameter></function></tool_call>`",
     read_qwen3_coder,
     ends=("<|im_end|>",),
+    frame=Frame(begin="<tool_call>\n<function=%>\n", end="\n</function>\n</tool_call>", style="qwen_xml", between="\n", excludes=("</",)),
 )
