@@ -24,22 +24,22 @@ def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
 
     Raises `ValueError` if the path is not a regular file or is outside `inside`.
     """
-    found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe
     try:
-        mode = os.fstat(found).st_mode
+        mode = os.fstat(handle).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             raise ValueError("is not a regular file")
-        real = Path(os.readlink(f"/proc/self/fd/{found}"))
+        real = Path(os.readlink(f"/proc/self/fd/{handle}"))
         if inside is not None and not real.is_relative_to(inside.resolve()):
             raise ValueError(f"is a link to a file outside {inside}")
         try:
-            file = open(f"/proc/self/fd/{found}", "rb")  # noqa: SIM115 - closed below
+            file = open(f"/proc/self/fd/{handle}", "rb")  # noqa: SIM115 - closed below
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        os.close(found)
+        os.close(handle)
     with file:
         yield file
 

@@ -66,12 +66,12 @@ def kill_marked(name: str, value: str) -> int:
     """
     wanted, killed = f"{name}={value}".encode(), 0
     for _ in range(8):  # repeated, because they may start others meanwhile
-        found = [pid for pid in _processes() if wanted in _environment(pid)]
-        for pid in found:
+        pids = [pid for pid in _processes() if wanted in _environment(pid)]
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
-        if not found:
+        if not pids:
             break
     return killed
 

@@ -48,10 +48,10 @@ class Parameters:
 
     def allowed(self, name: str) -> Allowed:
         """The values that the argument of this name may have."""
-        found = _argument(self._root, self._root, name, 0, self._left)
-        kinds = _all_kinds(found, self._root, 0, self._left)
+        schema = _argument(self._root, self._root, name, 0, self._left)
+        kinds = _all_kinds(schema, self._root, 0, self._left)
         unsaid = len(kinds) == len(_KINDS)
-        return Allowed(frozenset() if unsaid else kinds, lambda value: not _wrong(found, self._root, value, "", 0, self._left))
+        return Allowed(frozenset() if unsaid else kinds, lambda value: not _wrong(schema, self._root, value, "", 0, self._left))
 
 
 def example(schema: Mapping[str, Any]) -> str:
@@ -65,16 +65,16 @@ def example(schema: Mapping[str, Any]) -> str:
 def problems(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of a call, argument by argument; empty when nothing is."""
     parameters = _parameters(schema)
-    found = _wrong(parameters, parameters, dict(arguments), "", 0, [_CHECKED_VALUES])
-    told = found[:MAX_TOLD] + ([f"and {len(found) - MAX_TOLD} more"] if len(found) > MAX_TOLD else [])
+    errors = _wrong(parameters, parameters, dict(arguments), "", 0, [_CHECKED_VALUES])
+    told = errors[:MAX_TOLD] + ([f"and {len(errors) - MAX_TOLD} more"] if len(errors) > MAX_TOLD else [])
     return printable("; ".join(told), 1500)
 
 
 def _parameters(schema: Any) -> Mapping[str, Any]:
     """The parameters of a function schema, which may be any JSON; empty if it has none."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
-    found = function.get("parameters") if isinstance(function, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    return parameters if isinstance(parameters, Mapping) else {}
 
 
 def _sample(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> Any:
@@ -118,8 +118,8 @@ def _wrong(one: Any, root: Mapping[str, Any], value: Any, where: str, depth: int
             kinds = [kind for other in options for kind in _types(_resolved(other, root))]
             return [f"{where or 'arguments'}: needs {_listed(kinds) or 'something else'}, got {_got(value)}"]
     for other in _list(one, "allOf"):
-        if found := _wrong(other, root, value, where, depth + 1, left):
-            return found
+        if errors := _wrong(other, root, value, where, depth + 1, left):
+            return errors
     kinds = _types(one)
     if kinds and not any(_is(value, kind) for kind in kinds):
         return [f"{where or 'arguments'}: needs {_listed(kinds)}, got {_got(value)}"]
@@ -139,13 +139,13 @@ def _wrong_object(
 ) -> list[str]:
     properties = _properties(one)
     dot = f"{where}." if where else ""
-    found = [f"{dot}{name}: is missing" for name in _required(one) if name not in value]
+    errors = [f"{dot}{name}: is missing" for name in _required(one) if name not in value]
     for name, item in value.items():
         if name in properties:
-            found += _wrong(properties[name], root, item, f"{dot}{name[:40]}", depth + 1, left)
+            errors += _wrong(properties[name], root, item, f"{dot}{name[:40]}", depth + 1, left)
         elif one.get("additionalProperties") is False:
-            found.append(f"{dot}{name[:40]}: is not known; there are {', '.join(list(properties)[:20]) or 'none'}")
-    return found
+            errors.append(f"{dot}{name[:40]}: is not known; there are {', '.join(list(properties)[:20]) or 'none'}")
+    return errors
 
 
 def _argument(one: Any, root: Mapping[str, Any], name: str, depth: int, left: list[int]) -> Any:
@@ -155,18 +155,18 @@ def _argument(one: Any, root: Mapping[str, Any], name: str, depth: int, left: li
     if depth >= MAX_DEPTH or left[0] < 0:
         return None
     more, patterns = one.get("additionalProperties"), one.get("patternProperties")
-    found = []
+    schemas = []
     if name in _properties(one):
-        found.append(_properties(one)[name])
+        schemas.append(_properties(one)[name])
     elif isinstance(patterns, Mapping) and patterns:  # not checked which pattern matches
-        found.append({"anyOf": list(patterns.values())})
+        schemas.append({"anyOf": list(patterns.values())})
     elif isinstance(more, Mapping):
-        found.append(more)
+        schemas.append(more)
     for key in ("anyOf", "oneOf", "allOf"):
         branches = [_argument(other, root, name, depth + 1, left) for other in _list(one, key)]
         if said := [branch for branch in branches if branch is not None]:
-            found.append({"allOf" if key == "allOf" else "anyOf": said})
-    return {"allOf": found} if found else None
+            schemas.append({"allOf" if key == "allOf" else "anyOf": said})
+    return {"allOf": schemas} if schemas else None
 
 
 def _all_kinds(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> frozenset[str]:
@@ -213,26 +213,26 @@ def _pointed(root: Mapping[str, Any], where: str) -> Any:
     """The value at a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None if there is none."""
     if not where.startswith("#") or where.count("/") > 2 * MAX_DEPTH:
         return None
-    found: Any = root
+    value: Any = root
     for part in where[1:].split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and len(key) < 6 and int(key) < len(found):
-            found = found[int(key)]
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isdecimal() and len(key) < 6 and int(key) < len(value):
+            value = value[int(key)]
         else:
             return None
-    return found
+    return value
 
 
 def _properties(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = one.get("properties")
-    return found if isinstance(found, Mapping) else {}
+    properties = one.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def _list(one: Mapping[str, Any], key: str) -> Sequence[Any]:
-    found = one.get(key)
-    return found if isinstance(found, list | tuple) else ()
+    items = one.get(key)
+    return items if isinstance(items, list | tuple) else ()
 
 
 def _values(one: Mapping[str, Any]) -> Sequence[Any] | None:

@@ -115,8 +115,8 @@ def call_at(
 
 def after(text: str, mark: str, at: int) -> int:
     """The position after the first mark at or after a position; -1 if there is none."""
-    found = text.find(mark, at)
-    return found if found < 0 else found + len(mark)
+    start = text.find(mark, at)
+    return start if start < 0 else start + len(mark)
 
 
 def skip_space(text: str, at: int) -> int:
@@ -201,12 +201,12 @@ def _read_to(text: str, at: int) -> int:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise Refused(f"tool call names {ascii(twice)[:80]} twice in one object")
-    return found
+    return members
 
 
 def integer(digits: str) -> int:

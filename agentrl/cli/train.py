@@ -103,7 +103,7 @@ def evaluate(
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
         requests = Requests.of(request or (), header or (), tokens_name)
-        found = find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
+        target = find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
         if recipe.is_file():
             if len(named) > 1 or junit is not None or pin:
                 raise UserError(
@@ -111,10 +111,10 @@ def evaluate(
                     fix=f"agentrl eval {recipe} [KEY=VALUE ...] --policy POLICY",
                 )
             root, written = load_recipe(recipe, changes)
-            evaluate_recipe(root, written, found, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
+            evaluate_recipe(root, written, target, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
             return
         hold_to_suites(
-            named, found, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
+            named, target, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
         )
         return
     if junit is not None or pin or key_env or request or header or tokens_name:

@@ -49,10 +49,10 @@ def task_of(trace: Trace, supplied: Supplied) -> Task:
         ),
         (not supplied.tools and _called(trace) and not _answered(trace), "the results of its tools: give stubs with --tools module:attr"),
     ]
-    if found := [text for wrong, text in lacks if wrong]:
+    if missing := [text for wrong, text in lacks if wrong]:
         keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
         raise UserError(
-            printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(found)}{keys}", 2000),
+            printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(missing)}{keys}", 2000),
             fix="add the missing options to the command",
         )
     tools = supplied.tools or ((NAME,) if _called(trace) or trace.tools else ())
@@ -80,7 +80,7 @@ def left_out(trace: Trace) -> str:
 
 def read_truths(path: Path) -> dict[str, Any]:
     """Reads trace id -> right answer from lines such as {"trace": "...", "truth": "412"}. Raises a `UserError` that names the line."""
-    found: dict[str, Any] = {}
+    truths: dict[str, Any] = {}
     try:
         lines = content(path, most=_LARGEST).splitlines()
     except (OSError, ValueError) as error:
@@ -89,10 +89,10 @@ def read_truths(path: Path) -> dict[str, Any]:
         try:
             line = json.loads(text) if text.strip() else None
             if line is not None:
-                found[str(line["trace"])] = line["truth"]
+                truths[str(line["trace"])] = line["truth"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{path}:{number} is not a truth", fix='write it as {"trace": "ID", "truth": "the right answer"}') from None
-    return found
+    return truths
 
 
 def _called(trace: Trace) -> bool:

@@ -70,11 +70,11 @@ class Schemas:
         """The rebuilt form of a keyword."""
         match key:
             case "$ref":
-                found = _REFERENCE.fullmatch(text(value, where))
-                if found is None:
+                reference = _REFERENCE.fullmatch(text(value, where))
+                if reference is None:
                     raise Refused("unsupported", f"{where}: only references to $defs are supported.", param=where)
-                self._wanted.add(found[1])
-                return {key: f"#/$defs/{found[1]}"}
+                self._wanted.add(reference[1])
+                return {key: f"#/$defs/{reference[1]}"}
             case "type":
                 kinds = _among([value] if isinstance(value, str) else listed(value, where), _KINDS, where)
                 return {key: kinds[0] if isinstance(value, str) else kinds}
@@ -127,13 +127,13 @@ def _plain(key: str, value: Any, where: str) -> Any:
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:
     """The definitions that a definition reaches through `$ref` and `anyOf` without consuming a character."""
-    found: set[str] = set()
+    reached: set[str] = set()
     left: list[Any] = [definitions[name]]
     while left:
         schema = left.pop()
         reference = schema.get("$ref", "").removeprefix("#/$defs/")
-        if reference and reference not in found:
-            found.add(reference)
+        if reference and reference not in reached:
+            reached.add(reference)
             left.append(definitions.get(reference, {}))
         left += schema.get("anyOf", ())
-    return found
+    return reached

@@ -47,8 +47,8 @@ class Requests:
         for key in [key for key in keys if key in _SAID_ELSEWHERE and not (without and key == "temperature")]:
             raise UserError(f"--request {key} is not allowed: {_SAID_ELSEWHERE[key]}", fix=f"remove --request {key}")
         keys = {key: value for key, value in keys.items() if key != "temperature"}
-        if found := next(secrets.literals(keys, "--request"), ""):
-            raise UserError(found, fix="give headers by reference: --header NAME=env:VARIABLE")
+        if problem := next(secrets.literals(keys, "--request"), ""):
+            raise UserError(problem, fix="give headers by reference: --header NAME=env:VARIABLE")
         made = dict(_pair("--header", text, "api-key=env:THEIR_KEY") for text in headers)
         return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=made)
 

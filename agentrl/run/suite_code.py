@@ -65,6 +65,6 @@ def _of_module(module: str, root: Path) -> Iterator[Path]:
     for end in (".py", ""):
         yield (root / module.replace(".", "/")).with_suffix(end)
     importlib.invalidate_caches()
-    found = PathFinder.find_spec(module.partition(".")[0], [str(root), *sys.path])  # imports nothing
-    if found is not None:
-        yield from map(Path, (*filter(None, [found.origin]), *(found.submodule_search_locations or ())))
+    spec = PathFinder.find_spec(module.partition(".")[0], [str(root), *sys.path])  # imports nothing
+    if spec is not None:
+        yield from map(Path, (*filter(None, [spec.origin]), *(spec.submodule_search_locations or ())))

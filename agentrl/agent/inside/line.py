@@ -28,7 +28,7 @@ REFUSED = {"code": -32601, "message": "not supported"}
 
 
 def reply_to(message: bytes) -> bytes | None:
-    """What a request of the program's own is answered: `ping` with nothing, and anything else is refused. None: it is no request."""
+    """The answer to a request from the program: an empty result for `ping`, an error for any other. None if the message is no request."""
     try:
         value = json.loads(message)
     except (ValueError, RecursionError):
@@ -125,7 +125,7 @@ class Line:
         return data
 
     def heard(self, line: bytes, until: int | None) -> bool:
-        """Whether this line is the answer; a request of the program's own is answered."""
+        """Whether this line is the awaited answer. Answers a request from the program."""
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):

@@ -295,8 +295,8 @@ def _data(event: bytes) -> bytes:
 def _chosen(answer: bytes) -> str:
     """The revision of the protocol in the answer to `initialize`; empty if it is not supported."""
     with contextlib.suppress(ValueError, RecursionError, AttributeError):
-        found = json.loads(answer).get("result", {}).get("protocolVersion")
-        return found if found in REVISIONS else ""
+        revision = json.loads(answer).get("result", {}).get("protocolVersion")
+        return revision if revision in REVISIONS else ""
     return ""
 
 

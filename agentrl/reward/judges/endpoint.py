@@ -284,9 +284,9 @@ class Endpoint:
             async with asyncio.timeout(limit_s), self._posted(wire, body, key, further) as response:
                 if response.status_code == 200:
                     content = await _bounded(response, self.max_bytes)
-                    if (found := error_in(content)) is not None:
-                        said = printable(_without(key, found[1]), _EXCERPT)
-                        return self._refusal(found[0], response.headers, " ".join(said.split()), schema)
+                    if (error := error_in(content)) is not None:
+                        said = printable(_without(key, error[1]), _EXCERPT)
+                        return self._refusal(error[0], response.headers, " ".join(said.split()), schema)
                     for value in hidden:
                         content = content.replace(value.encode(), secrets.HIDDEN.encode())
                     return self._read(content, messages)
