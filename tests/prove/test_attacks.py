@@ -1,5 +1,6 @@
 """The attack suite: it holds on both backends, and it sees an escape when a backend is weak on purpose."""
 
+import asyncio
 import os
 import platform
 import re
@@ -160,6 +161,21 @@ async def test_a_weak_container_is_seen_where_each_sandbox_has_its_own(weak, nam
     finally:
         await backend.close()
     assert result.verdict == "ESCAPED" and evidence in result.evidence, result
+
+
+@bubblewrap
+async def test_a_watcher_does_not_report_its_own_notes(root):
+    (watcher,) = (one for one in attacks() if one.name == "watch_the_neighbours")
+    backend = BubblewrapBackend(run_label="test", root=root)
+    try:
+        sandbox = await backend.open(SPEC, timeout_s=60.0)
+        await sandbox.exec(["python3", "-I", "-c", watcher.program], timeout_s=30.0)
+        await asyncio.sleep(1.0)
+        notes = await sandbox.read("seen", max_bytes=1 << 20)
+        await asyncio.sleep(1.0)
+        assert len(await sandbox.read("seen", max_bytes=1 << 20)) - len(notes) < 10_000, "they grow although no program opens a file"
+    finally:
+        await backend.close()
 
 
 @bubblewrap

@@ -27,14 +27,14 @@ print(f"held: {len(names)} paths watched", flush=True)
 if os.fork():
     os._exit(0)
 os.setsid()
-open("seen", "w").close()
+seen = open("seen", "w")  # opened once: each time would be an access that the watcher itself sees, without end
 with open("watching", "w") as file:
     file.write(str(len(names)))
 while True:
     data, at = os.read(watcher, 65536), 0
-    with open("seen", "a") as file:
-        while at < len(data):
-            number, mask, _, length = struct.unpack_from("iIII", data, at)
-            name = data[at + 16 : at + 16 + length].split(b"\0")[0].decode()
-            file.write(f"{names.get(number)}/{name} {mask:x}\n")
-            at += 16 + length
+    while at < len(data):
+        number, mask, _, length = struct.unpack_from("iIII", data, at)
+        name = data[at + 16 : at + 16 + length].split(b"\0")[0].decode()
+        seen.write(f"{names.get(number)}/{name} {mask:x}\n")
+        at += 16 + length
+    seen.flush()
