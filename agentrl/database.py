@@ -1,17 +1,21 @@
 """Opens agentrl's SQLite files: checks their application id and schema, uses write-ahead logging, and writes in transactions.
 
-A run folder may come from a third party, so its files count as hostile: call `protect` after opening, and run queries `within` a time.
+A run folder may come from a third party, so its files count as hostile: open them with `connect`, and run queries `within` a time.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import zstandard
+
+from agentrl import foreign
 
 _RETRY_S = 0.01
 _STEPS = 20_000  # instructions of SQLite's virtual machine between two checks of the time
@@ -59,6 +63,38 @@ class NotOurs(sqlite3.DatabaseError):
     """A file has content that agentrl does not write."""
 
 
+def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
+    """Opens a file of agentrl's, or a database in memory for None, in autocommit mode and for use by several threads.
+
+    Raises `NotOurs` as `check_files` and `protect` do.
+    """
+    if path is not None:
+        check_files(path)
+    db = sqlite3.connect(path or ":memory:", timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    try:
+        protect(db, schema, longest=longest)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def check_files(path: Path) -> None:
+    """Raises `NotOurs` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
+
+    SQLite writes to the files next to it, and follows links: a link would have it overwrite a file of its reader.
+    """
+    for end in ("", "-wal", "-shm", "-journal"):
+        try:
+            with foreign.opened(path.with_name(path.name + end), inside=path.parent):
+                pass
+        except FileNotFoundError:
+            if path.with_name(path.name + end).is_symlink():
+                raise NotOurs(f"{path.name}{end} is a link to a file that does not exist") from None
+        except ValueError as error:
+            raise NotOurs(f"{path.name}{end} {error}") from None
+
+
 def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
     """Restricts an open file: no functions in its schema, no value of more than `longest` bytes.
 
@@ -67,14 +103,26 @@ def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 <
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
     db.execute("PRAGMA trusted_schema = OFF")
     db.execute("PRAGMA cell_size_check = ON")
-    ours = {tuple(found.groups()) for one in schema if (found := _MAKES.match(one))}
-    for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"):
-        made = _MAKES.match(sql if isinstance(sql, str) else "")
-        if made is None or tuple(made.groups()) not in ours or _COMPUTED.search(sql):
+    ours = _created(tuple(schema))
+    forms = {made.groups() for sql in ours if (made := _MAKES.match(sql))}
+    for kind, name, sql in db.execute(_OBJECTS):
+        text = sql if isinstance(sql, str) else ""
+        made = _MAKES.match(text)  # as another version of agentrl or SQLite may write it
+        if text not in ours and (made is None or made.groups() not in forms or _COMPUTED.search(text)):
             raise NotOurs(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
 
 
-_MAKES = re.compile(r"CREATE (TABLE|INDEX) (\w+)(?: ON (\w+))? \(")
+@functools.lru_cache(maxsize=16)
+def _created(schema: tuple[str, ...]) -> frozenset[str]:
+    """The statements that SQLite stores for a schema, including those of the tables that belong to a full-text index."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        for statement in schema:
+            db.execute(statement)
+        return frozenset(sql for _, _, sql in db.execute(_OBJECTS))
+
+
+_OBJECTS = "SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"
+_MAKES = re.compile(r"CREATE (?:UNIQUE )?(TABLE|INDEX) '?(\w+)'?(?: ON (\w+))? ?\(")
 _COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+_NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux file systems
+
 
 @contextmanager
 def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
@@ -51,3 +53,19 @@ def content(path: Path, *, most: int, inside: Path | None = None) -> bytes:
     if len(data) > most:
         raise ValueError(f"is larger than {most >> 20} MiB" if most >> 20 else f"is larger than {most >> 10} KiB")
     return data
+
+
+def located(text: str, under: Path) -> Path | None:
+    """Resolves a path that a third party wrote, relative to the folder `under`.
+
+    None means that no sensible file has it: control characters, surrogates, a name or a path that is too long.
+    """
+    try:
+        raw = text.encode()
+        if any(byte < 0x20 or byte == 0x7F for byte in raw) or len(raw) > _PATH_BYTES:
+            return None
+        if any(len(name) > _NAME_BYTES for name in raw.split(b"/")):
+            return None
+        return (under / text).resolve()
+    except (OSError, RuntimeError, ValueError):  # also a loop of links, or bytes that are no text
+        return None

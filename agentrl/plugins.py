@@ -53,6 +53,7 @@ CONTENT = (
     "recipes/models/tables-base",
     "recipes/outside_agent.py",
     "recipes/agents",
+    "evals/regressions",
 )
 """What `agentrl init` copies: a wheel carries it under `agentrl/_project`, an editable install finds it in the repository."""
 
@@ -73,7 +74,7 @@ def project_root(path: Path) -> Path:
 
 
 def content_root() -> Path:
-    """The folder that holds `sandboxes`, `rewards` and `recipes`. Raises `UserError` when neither place has them."""
+    """The folder that holds `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` when neither place has them."""
     for root in (PACKAGE / "_project", PACKAGE.parent):
         if all((root / part).exists() for part in CONTENT):
             return root

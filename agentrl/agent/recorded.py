@@ -10,8 +10,7 @@ from agentrl.contract.recorded import RecordedCall, Recording, arguments_key
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits, Task
 
-_SHOWN = 5  # recorded calls whose arguments an error shows
-_LONGEST = 400  # characters shown for each
+_SHOWN, _LONGEST = 20, 80  # names of arguments in an error, and characters of each
 
 
 class RecordedTool:
@@ -23,6 +22,9 @@ class RecordedTool:
     def __init__(self, schema: Mapping[str, Any], calls: Sequence[RecordedCall]) -> None:
         self.schema = schema
         self.name = str(schema["function"]["name"])
+        parameters = schema["function"].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        self._declared = frozenset(properties if isinstance(properties, dict) else ())
         self._calls: dict[str, RecordedCall] = {}
         for call in calls:
             self._calls.setdefault(arguments_key(call.arguments), call)
@@ -31,8 +33,15 @@ class RecordedTool:
         call = self._calls.get(arguments_key(arguments))
         if call is not None:
             return ToolOutcome(output=call.output, ok=not call.failed)
-        known = "; ".join(text[:_LONGEST] for text in list(self._calls)[:_SHOWN]) or "nothing"
-        return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; it was called with {known}", ok=False)
+        told = (
+            "no call of it is recorded" if not self._calls else f"{len(self._calls)} calls are recorded, with the arguments {self._names()}"
+        )
+        return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; {told}", ok=False)
+
+    def _names(self) -> str:
+        """Names of arguments. Values stay hidden: what the recorded agent passed may be the answer to the task."""
+        names = dict.fromkeys(name[:_LONGEST] for call in self._calls.values() for name in call.arguments if name in self._declared)
+        return ", ".join(list(names)[:_SHOWN]) or "of another form"
 
 
 def recorded_tools(task: Task | None) -> tuple[RecordedTool, ...]:

@@ -33,7 +33,7 @@ _LISTED = 40  # rows of the table
 
 def hold_to_suites(
     named: Sequence[str],
-    policy: NamedPolicy,
+    policy: NamedPolicy | None,
     overrides: Sequence[str],
     *,
     repeats: int | None,
@@ -43,17 +43,22 @@ def hold_to_suites(
     pinning: bool,
     as_json: bool,
 ) -> None:
-    """Evaluates, tells, and ends the command with 1 where a case did not pass."""
+    """Evaluates the suites, prints the verdicts, and ends the command with 1 if a case did not pass.
+
+    Args:
+        policy: None means the one that the suites record.
+    """
     suites = suites_in(named)
     if junit_file is not None and (junit_file.is_dir() or not junit_file.parent.is_dir()):
         raise UserError(f"--junit {junit_file}: no file can be written there", fix="give a file in a folder that exists")
     with loading():
         from agentrl.run.junit import junit
-        from agentrl.run.policies import root_of
+        from agentrl.run.policies import recorded_policy, root_of
         from agentrl.run.regressions import exit_code, pin, prepared
         from agentrl.run.suite_code import check_project
 
     check_project(suites, root_of(suites))
+    policy = policy or recorded_policy(suites)
     with prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
         done = _evaluated(given, as_json=as_json)
     outcomes = [outcome for one in done for outcome in one.outcomes]

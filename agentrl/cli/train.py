@@ -87,24 +87,25 @@ def evaluate(
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Evaluate a model on the held-out tasks of a recipe, or on a suite of cases (--suite); or hold a policy to suites (--policy).
+    """Evaluate a model on the held-out tasks of a recipe, or on a suite of cases (--suite); or evaluate a policy on suites (--policy).
 
     evaluation.attempts=8 tries each held-out task eight times: pass@k, and success against sampled tokens in the report.
 
     With --policy and a recipe, evaluate a policy that agentrl does not serve (module:attr or a URL) on the recipe's held-out tasks.
 
-    With --policy and suites, the exit code is 0 if every case passes, and otherwise 1. A case passes if the mean score of its attempts
-    reaches its threshold.
+    For suites, --policy defaults to the policy that suite.toml records. The exit code is 0 if every case passes, and otherwise 1. A case
+    passes if the mean score of its attempts reaches its threshold.
     """
-    if policy is not None:
+    of_suite = recipe.is_dir() and suite is None and not (model or key_env or request or header or tokens_name)
+    if policy is not None or of_suite:
         if suite is not None:
             raise UserError("--policy does not go with --suite", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
         more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
         requests = Requests.of(request or (), header or (), tokens_name)
-        target = find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
-        if recipe.is_file():
+        target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
+        if target is not None and recipe.is_file():
             if len(named) > 1 or junit is not None or pin:
                 raise UserError(
                     f"--junit, --pin and further suites do not go with the recipe {recipe}",
@@ -121,7 +122,7 @@ def evaluate(
         told = "--junit, --pin, --key-env, --request, --header and --tokens-name"
         raise UserError(f"{told} need --policy", fix="agentrl eval SUITE --policy POLICY")
     if recipe.is_dir():
-        raise UserError(f"{recipe} is a folder of cases and needs a policy", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
+        raise UserError(f"{recipe} is a suite, which goes with --policy", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
     if suite is None and (repeats is not None or threshold != 1.0):
         raise UserError("--repeats and --threshold are for cases, and there is no suite", fix="name one: --suite evals/SUITE")
     root, written = load_recipe(recipe, [])

@@ -19,7 +19,7 @@ from typing import Any
 import zstandard
 
 from agentrl import codec, parts
-from agentrl.database import enter_wal, make_tables, pragma, protect, transaction, unpacked, within
+from agentrl.database import connect, enter_wal, make_tables, pragma, transaction, unpacked, within
 from agentrl.errors import StoreError
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import Recipe
@@ -55,7 +55,7 @@ class SqliteStore:
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self.path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+            self._connection = connect(self.path, _SCHEMA, timeout_s=busy_timeout_s)
         try:
             with _translated(self.path):
                 self._prepare()
@@ -150,7 +150,6 @@ class SqliteStore:
 
     def _prepare(self) -> None:
         db = self._connection
-        protect(db, _SCHEMA)
         if (mode := enter_wal(db, timeout_s=self._busy_timeout_s)) != "wal":
             raise StoreError(
                 f"{self.path} lies on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"

@@ -94,6 +94,7 @@ class Suite:
     name: str
     repeats: int = 1  # attempts at each case in one evaluation
     note: str = ""
+    policy: str = ""  # evaluated if the caller names none: RUN@VERSION or a model folder, relative to the project; empty: none
     cases: tuple[Case, ...] = ()
 
 
@@ -165,11 +166,13 @@ def _settings(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no suite: it has no {path.name}", fix="give a folder that holds suite.toml and cases/") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}", fix="a suite.toml holds name, repeats and note") from None
-    known = {"name": str, "repeats": int, "note": str}
+        raise UserError(f"{path}: {error}", fix="a suite.toml holds name, repeats, note and policy") from None
+    known = {"name": str, "repeats": int, "note": str, "policy": str}
     for key, value in tables.items():
         if key not in known or type(value) is not known[key]:
-            raise UserError(f"{path}: {key} = {value!r} is none of its settings", fix="name and note are texts, repeats a whole number")
+            raise UserError(
+                f"{path}: {key} = {value!r} is none of its settings", fix="name, note and policy are texts, repeats a whole number"
+            )
     if not 1 <= tables.get("repeats", 1) <= MOST_REPEATS:
         raise UserError(f"{path}: repeats = {tables['repeats']}", fix=f"give a number from 1 to {MOST_REPEATS}")
     return {"name": path.parent.name, **tables}

@@ -22,7 +22,7 @@ from typing import Any
 import zstandard
 
 from agentrl import codec, foreign
-from agentrl.database import NotOurs, enter_wal, make_tables, pragma, protect, transaction, unpacked, within
+from agentrl.database import NotOurs, check_files, enter_wal, make_tables, pragma, protect, transaction, unpacked, within
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
@@ -94,6 +94,7 @@ class Collection:
                 pass
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            check_files(self.path)
             reads_only = not make and _unchangeable(self.path)
             name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if reads_only else self.path
             self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=reads_only)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.database import damaged, enter_wal, make_tables, pragma, transaction
+from agentrl.database import NotOurs, connect, damaged, enter_wal, make_tables, pragma, transaction, within
 from agentrl.errors import StoreError, UserError
 from agentrl.memo import Memo
 from agentrl.records import ScoredEpisode
@@ -30,6 +30,8 @@ QUERY_CHARS = 200
 QUERY_WORDS = 16
 """Words of a query that are looked for, the first ones."""
 
+_QUERY_S = 60.0
+_LONGEST = 1 << 28  # bytes of a value
 _KIN_KEPT = 256  # task keys: more than there are groups in flight
 _APPLICATION_ID = 0x41474D4D  # "AGMM"
 _SCHEMA_VERSION = 1
@@ -99,9 +101,9 @@ class NoteStore:
         with self._translated():
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path or ":memory:", timeout=30.0, isolation_level=None, check_same_thread=False)
+            self._db = connect(path, _SCHEMA, timeout_s=30.0, longest=_LONGEST)
         try:
-            with self._translated():
+            with self._asked():
                 self._prepare()
         except BaseException:
             self._db.close()
@@ -118,7 +120,7 @@ class NoteStore:
 
         Raises `StoreError` for a step that does not follow the one before.
         """
-        with self._lock, self._translated(), transaction(self._db) as db:
+        with self._lock, self._asked(), transaction(self._db) as db:
             have = int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
             if step < have:
                 return False
@@ -139,7 +141,7 @@ class NoteStore:
         without accents. Without a word the newest notes are given.
         """
         terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
-        with self._lock, self._translated():
+        with self._lock, self._asked():
             hidden = self._hidden(task_key)
             floor = _floor(self._db, scope, version, self.config.keep)
             where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, floor)
@@ -151,12 +153,12 @@ class NoteStore:
                 total = sum(count for writer, count in counts if writer not in hidden)
                 having = {term: self._having(term, where, values, hidden) for term in terms}
                 best = _ranked(having, total)[: self.config.results]
-            return tuple(Found(*self._db.execute(_NOTE, (one,)).fetchone()) for one in best)
+            return tuple(Found(*_texts(self._db.execute(_NOTE, (one,)).fetchone())) for one in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Scope -> notes that are kept, and episodes that wrote them."""
         rows = self._rows("SELECT scope, COUNT(*), COUNT(DISTINCT writer) FROM notes GROUP BY scope ORDER BY scope")
-        return {scope: (notes, writers) for scope, notes, writers in rows}
+        return {str(scope): (notes, writers) for scope, notes, writers in rows}
 
     def close(self) -> None:
         with self._lock:
@@ -179,7 +181,7 @@ class NoteStore:
         return [note for note, writer in self._db.execute(query, (f'"{term}"', *values)) if writer not in hidden]
 
     def _rows(self, query: str, *values: object) -> list[Any]:
-        with self._lock, self._translated():
+        with self._lock, self._asked():
             return self._db.execute(query, values).fetchall()
 
     def _prepare(self) -> None:
@@ -196,11 +198,17 @@ class NoteStore:
         return str(self.path or "the notes of an evaluation")
 
     @contextmanager
+    def _asked(self) -> Iterator[None]:
+        with self._translated(), within(self._db, _QUERY_S):
+            yield
+
+    @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if damaged(error) else 'free disk space, and --resume'}") from error
+            again = damaged(error) or isinstance(error, NotOurs)
+            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if again else 'free disk space, and --resume'}") from error
         except OSError as error:
             raise StoreError(f"{self._name}: {error}") from error
 
@@ -256,6 +264,14 @@ def _ranked(having: Mapping[str, Sequence[int]], total: int) -> list[int]:
         for note in notes:
             ranks[note] += math.log(1.0 + total / len(notes))
     return sorted(ranks, key=lambda note: (-ranks[note], -note))
+
+
+def _texts(row: Sequence[object] | None) -> tuple[str, ...]:
+    """The values of a row that the schema says are texts. Raises `NotOurs`, because SQLite stores values of any type."""
+    values = tuple(value for value in row or () if isinstance(value, str))
+    if row is None or len(values) < len(row):
+        raise NotOurs("a note is not a text, or has no writer")
+    return values
 
 
 def _first(ids: Iterator[int], count: int) -> list[int]:

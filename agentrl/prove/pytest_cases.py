@@ -19,8 +19,9 @@ from agentrl.causes import first
 from agentrl.errors import AgentRLError, UserError
 from agentrl.failure.case import Case, Suite, find_suites, load_suite
 from agentrl.failure.tell import line
+from agentrl.prove.pytest_plugin import suites_among
 from agentrl.run.outcomes import CaseOutcome, Verdict, details, see_more, short
-from agentrl.run.policies import NamedPolicy, find_policy
+from agentrl.run.policies import NamedPolicy, find_policy, recorded_policy
 from agentrl.run.regressions import Evaluated, Prepared, evaluate, prepared
 from agentrl.run.requests import Requests
 from agentrl.usercode import describe
@@ -151,20 +152,16 @@ class Cases:
         self._stack = ExitStack()
         self.asked: Asked | None = None
         try:
-            self._policy: NamedPolicy = find_policy(
-                config.getoption("agentrl_policy"),
-                model_name=config.getoption("agentrl_model"),
-                key_env=config.getoption("agentrl_key_env"),
-                requests=Requests.of(
-                    config.getoption("agentrl_request"), config.getoption("agentrl_header"), config.getoption("agentrl_tokens_name")
-                ),
-            )
-            suites = [suite for folder in config.getoption("agentrl_suite") for suite in find_suites(Path(folder))]
+            named = [*suites_among(config), *map(Path, config.getoption("agentrl_suite"))]
+            suites = {suite.folder.resolve(): suite for folder in named for suite in find_suites(folder)}
+            self._policy = _policy_of(config, list(suites.values()))
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
-        self._folders = list(dict.fromkeys(suite.folder.resolve() for suite in suites))
+        self._folders = list(suites)
         explicit = config.args_source is pytest.Config.ArgsSource.ARGS
-        config.args = [*(config.args if explicit else []), *map(str, self._folders)]  # tests are run beside suites where they are named
+        arguments = {folder.resolve() for folder in suites_among(config)}
+        further = [str(folder) for folder in self._folders if folder not in arguments]
+        config.args = [*(config.args if explicit else []), *further]  # tests are run beside suites where they are named
 
     def pytest_report_header(self) -> str:
         return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, asked of {line(self._policy.name, 200)}"
@@ -219,6 +216,17 @@ class Cases:
             passed = sum(outcome.verdict is Verdict.PASSED for outcome in one.outcomes)
             name = line(one.suite.name, 80)
             terminalreporter.write_line(f"agentrl: {name}: {passed} of {len(one.outcomes)} cases passed; evaluation {one.folder}")
+
+
+def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
+    """The policy of the options, or the one that the suites record. Raises `UserError` if there is none."""
+    option = config.getoption
+    requests = Requests.of(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
+    if (policy := option("agentrl_policy")) is None:
+        if option("agentrl_model") or option("agentrl_key_env") or requests != Requests():
+            raise UserError("the options of an endpoint need --agentrl-policy", fix="give --agentrl-policy http(s)://HOST/v1")
+        return recorded_policy(suites, option="--agentrl-policy")
+    return find_policy(policy, model_name=option("agentrl_model"), key_env=option("agentrl_key_env"), requests=requests)
 
 
 def _selected(items: Sequence[CaseItem]) -> list[Suite]:

@@ -1,14 +1,16 @@
-"""The pytest plug-in: suites of regression cases as tests. `pytest --agentrl-suite evals/reading --agentrl-policy runs/quickstart@12`.
+"""The pytest plug-in: suites of regression cases as tests. `pytest evals/reading --agentrl-policy runs/quickstart@12`.
 
 An entry point is imported in every pytest run of everybody who has agentrl installed, so that this module imports nothing of agentrl
-before one of its options is given.
+before one of its options, or the folder of a suite, is given.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-_NEEDED = "--agentrl-suite and --agentrl-policy go together: a suite's folder, and whom its cases are asked"
+_NEEDED = "--agentrl-policy needs a suite: --agentrl-suite FOLDER, or the suite's folder as an argument"
 _WORKERS = "--agentrl-policy asks all cases side by side in one process: leave out -n"
 
 
@@ -20,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--agentrl-policy",
         metavar="POLICY",
-        help="whom the cases are asked: a model folder, RUN@VERSION, URL, or module:attr",
+        help="policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr (default: what suite.toml records)",
     )
     group.addoption("--agentrl-model", default="", metavar="NAME", help="the model's name at a URL")
     group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that holds the key for a URL")
@@ -47,13 +49,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    suites, policy = config.getoption("agentrl_suite"), config.getoption("agentrl_policy")
-    if not suites and policy is None:
+    suites = config.getoption("agentrl_suite") or suites_among(config)
+    if not suites:
+        if config.getoption("agentrl_policy") is not None:
+            raise pytest.UsageError(_NEEDED)
         return
-    if not suites or policy is None:
-        raise pytest.UsageError(_NEEDED)
     if hasattr(config, "workerinput") or config.getoption("numprocesses", None):
         raise pytest.UsageError(_WORKERS)
     from agentrl.prove.pytest_cases import Cases
 
     config.pluginmanager.register(Cases(config), "agentrl-cases")
+
+
+def suites_among(config: pytest.Config) -> list[Path]:
+    """The folders of suites among the arguments."""
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        return []
+    folders = [config.invocation_params.dir / argument for argument in config.args]
+    return [folder for folder in folders if (folder / "suite.toml").is_file() and (folder / "cases").is_dir()]

@@ -14,6 +14,7 @@ from agentrl import foreign, parts
 from agentrl.causes import short
 from agentrl.errors import PluginError, RecipeError, UserError
 from agentrl.failure.case import Suite
+from agentrl.failure.tell import line
 from agentrl.plugins import project_root
 from agentrl.recipe import Recipe, build, load
 from agentrl.reward.judges.endpoint import checked_url
@@ -24,6 +25,7 @@ from agentrl.weights.model_folder import read_json
 
 _LONGEST_CONTEXT = 1 << 20
 _LARGEST = 1 << 20  # bytes of a record of sampling
+_SHOWN = 200  # characters of a text of a suite in an error
 _OF_HELD_OUT = ("attempts", "thinking_tokens", "every")  # of `evaluation`: what a suite of cases has no use for
 _PART = parts.Kind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
 _FIX = "give a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr that makes a policy"
@@ -83,6 +85,39 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
     if ":" in named:
         return NamedPolicy(source=Source.PART, name=named, model=named)
     raise UserError(f"--policy {named}: no such folder, nor a version of a run", fix=_FIX)
+
+
+def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
+    """The policy that the `suite.toml` of the suites names: a model of their project.
+
+    A suite may come from a third party, and a run names code in its recipe. So the policy must not be outside the project, nor in a suite.
+
+    Raises `UserError` if the suites name none or several, such a policy, or one that does not exist yet.
+    """
+    first, *others = suites
+    settings, named = first.folder / "suite.toml", first.policy
+    if not named:
+        raise UserError(
+            f"{first.folder} is a suite, and its suite.toml names no policy", fix=f"give {option} FOLDER or {option} RUN@VERSION"
+        )
+    if any(other.policy != named for other in others):
+        raise UserError("the suites name different policies", fix=f"give {option} FOLDER or {option} RUN@VERSION")
+    root = root_of(suites).resolve()
+    shown = f"{settings}: policy = {line(named, _SHOWN)!r}"
+    typed = named if Path.cwd().resolve() == root else str(root / named)
+    path = foreign.located(named, root)
+    version = None if path is None else version_folder(typed)
+    used = path if version is None else version[1]
+    if used is None or not used.is_relative_to(root):
+        raise UserError(f"{shown} is outside the project {root}", fix="name a model of the project: runs/NAME@VERSION")
+    if any(used.is_relative_to(suite.folder.resolve()) for suite in suites if suite.folder.resolve() != root):
+        raise UserError(f"{shown} came with the suite", fix=f"if you trust it, name it: {option} FOLDER or RUN@VERSION")
+    if version is None and not used.is_dir():
+        note = f" ({line(first.note, _SHOWN)})" if first.note else ""
+        raise UserError(f"{shown} does not exist{note}", fix=f"train it, or evaluate another policy: {option} FOLDER or RUN@VERSION")
+    if version is None:
+        return NamedPolicy(source=Source.FOLDER, name=typed, model=str(used))
+    return NamedPolicy(source=Source.VERSION, name=typed, model=str(used), run=version[0])
 
 
 def version_folder(named: str) -> tuple[Path, Path] | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from agentrl import foreign
 from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.plugins import project_root
@@ -48,15 +49,24 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
     for reference in (*case.task.verifiers, *case.task.tools):
         module, colon, _ = reference.rpartition(":")
         if module.endswith(".py"):
-            code = [Path(module).resolve()]
-            if not code[0].is_relative_to(root):
+            file = foreign.located(module, Path.cwd())
+            if file is None:
+                yield reference, "which is not a path"
+            elif not file.is_relative_to(root):
                 yield reference, f"which is outside the project {root}"
+            code = [] if file is None else [file]
+        elif colon and not all(name.isidentifier() for name in module.split(".")):
+            yield reference, "which is not a module"
+            code = []
         else:
             code = [path.resolve() for path in _of_module(module, root)] if colon else []
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code that came with the suite"
     image = case.task.sandbox.image
-    if not (root / image).resolve().is_relative_to(root):
+    path = foreign.located(image, root)
+    if path is None:
+        yield image, "an image whose name is not a path"
+    elif not path.is_relative_to(root):
         yield image, f"an image outside the project {root}"
 
 

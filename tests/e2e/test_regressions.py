@@ -27,6 +27,7 @@ def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...
         family = Tables(seed=11)
         for number in range(6):
             save_case(suite, Case(id=f"case-{number}", task=family.task(Split.HELDOUT, number), threshold=0.0 if number else 2.0))
+        (suite / "suite.toml").write_text(f'policy = "{MODEL.relative_to(ROOT)}"\n')
         run = tmp_path / "run"
         overrides = [item for item in SMALL if item.startswith(("rollout.concurrency", "sandbox"))]
         code, out = agentrl("eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json", by=forked)
@@ -35,7 +36,7 @@ def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...
         assert told["judges"] == {}, "none was asked"
         assert agentrl("failures", "list", str(run))[0] == 0, "what scored below 1 was captured; a case may ask for more"
         command = [sys.executable, "-m", "pytest", "-p", "agentrl.prove.pytest_plugin", "-p", "no:cacheprovider", "-k", "not case-0"]
-        command += ["--agentrl-suite", str(suite), "--agentrl-policy", str(MODEL), "--agentrl-run-dir", str(tmp_path / "again")]
+        command += [str(suite), "-o", "addopts=", "--agentrl-run-dir", str(tmp_path / "again")]  # the policy that suite.toml records
         there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0 and "5 passed, 1 deselected" in done.stdout, done.stdout + done.stderr

@@ -139,7 +139,7 @@ async def test_answers_go_to_their_calls_by_id_and_else_in_order() -> None:
     done = await tools["f"]({"y": "a", "x": 1}, None, Limits())
     assert (done.output, done.ok) == ("of b", True), "whatever the order of the arguments"
     done = await tools["f"]({"x": 3, "y": "a"}, None, Limits())
-    assert not done.ok and 'no recorded answer to this call; it was called with {"x": 0, "y": "a"}' in done.output
+    assert not done.ok and "no recorded answer to this call; 3 calls are recorded, with the arguments x, y" in done.output
     assert list(load_tools(task.tools)) == [], "where only names are looked at"
     with pytest.raises(TaskError, match="have no recording"):
         load_tools(task.tools, task=replace(task, data={}))

@@ -62,7 +62,10 @@ def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--agentrl-suite", "s"], "go together"),
+        (["--agentrl-suite", "s"], "names no policy"),
+        (["s"], "give --agentrl-policy FOLDER"),
+        (["s", "--agentrl-key-env", "KEY"], "need --agentrl-policy"),
+        (["--agentrl-policy", "a:b"], "needs a suite"),
         (["--agentrl-suite", "s", "--agentrl-policy", "a:b", "--agentrl-set", "rollout.size=3"], "rollout.size: unknown key"),
         (["--agentrl-suite", "s", "--agentrl-policy", f"{HERE}:no_policy"], "generate"),
     ],
@@ -72,6 +75,33 @@ def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[st
     code, out = run(project, "-q", *arguments)
     assert (code, said in out, "Traceback" in out) == (int(pytest.ExitCode.USAGE_ERROR), True, False), out
     assert not (project / "runs").exists() or not any((project / "runs").rglob("*.json"))
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_suite_is_an_argument(project: Path) -> None:
+    make_suite(project / "s", make_case("bad"), make_case("good"))
+    make_suite(project / "t", make_case("good"))
+    (project / "test_mine.py").write_text("def test_mine(): pass\n")
+    asked = ("-q", "--agentrl-set", OVERRIDES[0], "--agentrl-policy", f"{HERE}:policy")
+    code, out = run(project, "s", *asked)
+    assert code == 1 and "1 failed, 1 passed" in out and "agentrl: s: 1 of 2 cases passed" in out, out
+    code, out = run(project, "s", "test_mine.py", "--agentrl-suite", "t", "--agentrl-suite", "s", "-k", "not bad", *asked)
+    assert code == 0 and "3 passed, 1 deselected" in out, f"a suite that an argument names is not added a second time: {out}"
+    code, out = run(project, "-q")
+    assert code == 0 and "1 passed" in out, f"a suite that no argument names is not evaluated: {out}"
+
+
+@pytest.mark.parametrize("policy", ["runs/quickstart@24", "/etc", "../elsewhere", "a\\u0000b", "http://127.0.0.1:9/v1", "evil.py:policy"])
+def test_a_suite_records_a_model_of_its_project_and_no_code(project: Path, policy: str) -> None:
+    make_suite(project / "s", make_case("good"))
+    (project / "evil.py").write_text("raise SystemExit(7)\n")
+    (project / "s" / "suite.toml").write_text(f'policy = "{policy}"\nnote = "made by: agentrl train recipes/quickstart.py"\n')
+    code, out = run(project, "-q", "s")
+    assert code == int(pytest.ExitCode.USAGE_ERROR) and "Traceback" not in out, out
+    assert (
+        "is outside the project" if policy in ("/etc", "../elsewhere", "a\\u0000b") else "does not exist (made by: agentrl train"
+    ) in out
+    assert "--agentrl-policy FOLDER or RUN@VERSION" in out or "is outside" in out
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from agentrl import foreign
 from agentrl.cli import app
 from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
@@ -48,6 +49,15 @@ def naming(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
         ("evals/theirs/evil.py:v", "came with the suite"),
         ("evals.theirs.evil:v", "came with the suite"),
         ("evals.theirs:v", "came with the suite"),
+        ("evil\0.py:v", "not a path"),
+        ("evil\n.py:v", "not a path"),
+        (f"{'x' * 300}.py:v", "not a path"),
+        (f"{'x/' * 3000}x.py:v", "not a path"),
+        ("evil\0:v", "not a module"),
+        ("evil\n:v", "not a module"),
+        (".:v", "not a module"),
+        ("..evil:v", "not a module"),
+        ("a-b/evil:v", "not a module"),
     ],
 )
 @pytest.mark.parametrize("kind", ["verifiers", "tools"])
@@ -88,6 +98,17 @@ def test_the_project_goes_before_the_current_directory(project: Path, monkeypatc
 def test_an_image_from_elsewhere_is_refused(image: str, project: Path) -> None:
     with pytest.raises(UserError, match="an image outside"):
         check_confined(suite_of(project, naming(image=image)), project)
+
+
+@pytest.mark.parametrize("image", ["a\0b", "a\x1b[31m", "a\n", "\x7f", "x" * 256, "é" * 128, "x/" * 2100 + "x"])
+def test_an_image_whose_name_no_folder_can_have_is_refused(image: str, project: Path) -> None:
+    with pytest.raises(UserError, match="name is not a path"):
+        check_confined(suite_of(project, naming(image=image)), project)
+
+
+def test_surrogates_are_no_path(project: Path) -> None:
+    assert foreign.located("a\ud800b", project) is None and foreign.located("\udcff", project) is None
+    assert foreign.located("x" * 255, project) == project / ("x" * 255)
 
 
 def test_what_the_project_and_its_packages_have_may_be_named(project: Path) -> None:

@@ -153,7 +153,7 @@ def heard_in(reply: Reply, read: Callable[[dict[str, Any]], T]) -> Heard:
     if reply.problem:
         return Heard(reason=f"unreadable verdict: {reply.problem}", said=reply.text[:MAX_KEPT])
     try:
-        return Heard(verdict=read(json_object(reply.text)), said=reply.text[:MAX_KEPT])
+        return Heard(verdict=read(json_object(reply.text, thought_apart=reply.thought_apart)), said=reply.text[:MAX_KEPT])
     except Abstained:
         return Heard(reason=ABSTAINED, said=reply.text[:MAX_KEPT])
     except Unreadable as error:

@@ -70,6 +70,7 @@ class Reply:
     completion_tokens: int = 0
     counted: bool = True  # by the server; False: estimated from the number of characters
     tries: int = 1
+    thought_apart: bool = False  # whether the server returned the model's reasoning separately from `text`
 
 
 @dataclass(slots=True)
@@ -468,7 +469,8 @@ def read_completion(content: bytes, most: int, messages: Sequence[Mapping[str, A
         problem = "the model refused" if isinstance(refusal, str) else "an answer without text"
         return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
     problem = "the answer was cut off by its length" if ended == "length" else ""
-    return Reply(text=encodable(said), problem=problem, **cost)
+    thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
+    return Reply(text=encodable(said), problem=problem, thought_apart=bool(thought), **cost)
 
 
 def usage(told: Any, asked: int, said: Any) -> dict[str, Any]:

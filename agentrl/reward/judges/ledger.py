@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from agentrl.database import enter_wal
+from agentrl.database import connect, enter_wal, make_tables, within
 from agentrl.errors import JudgeError, StoreError, UserError
 from agentrl.reward.judges.endpoint import Reply
 
@@ -22,15 +22,16 @@ FILE = "judges.sqlite"
 """Its name in a run folder."""
 
 _BUSY_S = 20.0
-_TABLES = """
-CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS spent (
-  judge TEXT PRIMARY KEY, calls INTEGER NOT NULL DEFAULT 0, answered INTEGER NOT NULL DEFAULT 0, cached INTEGER NOT NULL DEFAULT 0,
-  failed INTEGER NOT NULL DEFAULT 0, unreadable INTEGER NOT NULL DEFAULT 0, abstained INTEGER NOT NULL DEFAULT 0,
-  repeated INTEGER NOT NULL DEFAULT 0, estimated INTEGER NOT NULL DEFAULT 0, prompt_tokens INTEGER NOT NULL DEFAULT 0,
-  completion_tokens INTEGER NOT NULL DEFAULT 0, money REAL NOT NULL DEFAULT 0.0
-) WITHOUT ROWID;
-"""
+_QUERY_S = 60.0
+_LONGEST = 1 << 28  # bytes of a value
+_SCHEMA = (
+    "CREATE TABLE answers (key TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE spent (judge TEXT PRIMARY KEY, calls INTEGER NOT NULL DEFAULT 0, answered INTEGER NOT NULL DEFAULT 0,"
+    " cached INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, unreadable INTEGER NOT NULL DEFAULT 0,"
+    " abstained INTEGER NOT NULL DEFAULT 0, repeated INTEGER NOT NULL DEFAULT 0, estimated INTEGER NOT NULL DEFAULT 0,"
+    " prompt_tokens INTEGER NOT NULL DEFAULT 0, completion_tokens INTEGER NOT NULL DEFAULT 0, money REAL NOT NULL DEFAULT 0.0"
+    ") WITHOUT ROWID",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +150,19 @@ class Ledger:
 
     def spent(self, judge: str) -> Spent:
         row = self._do(f"SELECT {', '.join(_NAMES)} FROM spent WHERE judge = ?", (judge,))
-        found: dict[str, Any] = dict(zip(_NAMES, row or (), strict=bool(row)))
-        return Spent(**found)
+        return Spent(**self._figures(row or (0,) * len(_NAMES)))
 
     def total(self) -> Spent:
         """Of all judges together."""
         row = self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ())
-        found: dict[str, Any] = {name: value or 0 for name, value in zip(_NAMES, row or (0,) * len(_NAMES), strict=True)}
-        return Spent(**found)
+        return Spent(**self._figures([value or 0 for value in row or (0,) * len(_NAMES)]))
+
+    def _figures(self, row: Sequence[object]) -> dict[str, Any]:
+        """Figures by name. Raises `StoreError` for values of other types, because SQLite stores any."""
+        for name, value in zip(_NAMES, row, strict=True):
+            if not isinstance(value, int) and not (name == "money" and isinstance(value, float)):
+                raise StoreError(f"the judges' ledger {self.path} is damaged: {name} has a value of type {type(value).__name__}")
+        return dict(zip(_NAMES, row, strict=True))
 
     def close(self) -> None:
         with self._lock:
@@ -189,7 +195,7 @@ class Ledger:
             try:
                 if self._open is None:
                     self._open = self._connected()
-                with self._open:
+                with within(self._open, _QUERY_S):
                     rows: list[tuple[object, ...]] = self._open.execute(statement, values).fetchall()
                     return rows[0] if rows else None
             except (sqlite3.Error, OSError) as error:
@@ -198,9 +204,13 @@ class Ledger:
     def _connected(self) -> sqlite3.Connection:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        made = sqlite3.connect(self.path or ":memory:", timeout=_BUSY_S, check_same_thread=False)
-        if self.path is not None:
-            enter_wal(made, timeout_s=_BUSY_S)
-            made.execute("PRAGMA synchronous=NORMAL")
-        made.executescript(_TABLES)
+        made = connect(self.path, _SCHEMA, timeout_s=_BUSY_S, longest=_LONGEST)
+        try:
+            if self.path is not None:
+                enter_wal(made, timeout_s=_BUSY_S)
+                made.execute("PRAGMA synchronous=NORMAL")
+            make_tables(made, _SCHEMA)
+        except BaseException:
+            made.close()
+            raise
         return made

@@ -66,7 +66,7 @@ class ModelJudge(ABC):
             demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
             require(root / self.calibration, identity=self.identity, name=self.name, **demands)
         if self.ledger is not None:
-            self._state.ledger = Ledger(root / self.ledger)
+            self._state.ledger = Ledger((root / self.ledger).resolve())  # it may be a link: a person named it
         elif folder is not None:
             self._state.ledger = Ledger(folder / FILE)
         self._state.ready = True
@@ -96,7 +96,7 @@ class ModelJudge(ABC):
 
     def _ledger(self) -> Ledger:
         if self._state.ledger is None:
-            self._state.ledger = Ledger(Path(self.ledger) if self.ledger is not None else None)
+            self._state.ledger = Ledger(Path(self.ledger).resolve() if self.ledger is not None else None)
         return self._state.ledger
 
 

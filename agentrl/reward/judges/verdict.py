@@ -12,8 +12,12 @@ from agentrl.reward.configured import unfenced
 MAX_REASONING = 4000
 """Characters kept of what a judge gives as its reasons."""
 
-_THOUGHT = re.compile(r"\s*(?:<think>.*?</think>|\[THINK\].*?\[/THINK\])", re.DOTALL)
-_THOUGHT_FROM_THE_PROMPT = re.compile(r"(?!\s*[{`]).*?(?:</think>|\[/THINK\])", re.DOTALL)
+_OPENS = re.compile(r"\s*(<think>|\[THINK\])")
+_MARKS = {"<think>": re.compile(r"(<think>)|</think>"), "[THINK]": re.compile(r"(\[THINK\])|\[/THINK\]")}
+_LINE = 2000  # characters that are searched for the start of a quotation
+_CLOSES = re.compile(r"</think>|\[/THINK\]")
+_QUOTES = re.compile(r"(?:[\"'`:(\[{<>=\u201c\u2018\u00ab]|[^\s.!?\u2026)][ \t]+)\Z|\n[ \t]*>[^\n]*\Z")
+"""The end of a text that quotes what follows, such as `It says "` or `The answer contains `. Thoughts end with a line or a sentence."""
 
 
 class Unreadable(ValueError):
@@ -24,15 +28,17 @@ class Abstained(ValueError):
     """The judge says that it cannot tell."""
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
     """The JSON object that a text consists of, alone or as its only fenced block. Skips reasoning before it, also if the prompt has opened
     the reasoning block.
 
-    Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN.
+    Args:
+        thought_apart: whether the server returned the reasoning separately, so that `text` has none.
+
+    Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN, an object after a reasoning
+    block that the text only quotes.
     """
-    thought = _THOUGHT.match(text) or _THOUGHT_FROM_THE_PROMPT.match(text)
-    text = (text if thought is None else text[thought.end() :]).strip()
-    text = unfenced(text, "json")
+    text = unfenced((text if thought_apart else _after_thought(text)).strip(), "json")
     if not text:
         raise Unreadable("says nothing")
     if not text.startswith("{"):
@@ -46,6 +52,27 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Unreadable("is no JSON object")
     return value
+
+
+def _after_thought(text: str) -> str:
+    """What follows the judge's own reasoning block, the outermost one. Raises `Unreadable` if it is not closed, or is only quoted.
+
+    The judged text may contain `</think>` and a verdict, and a judge may quote it.
+    """
+    if (opened := _OPENS.match(text)) is not None:
+        depth = 0
+        for mark in _MARKS[opened[1]].finditer(text):
+            depth += 1 if mark[1] else -1
+            if depth == 0:
+                return text[mark.end() :]
+        raise Unreadable("does not end its reasoning")
+    closed = _CLOSES.search(text)
+    if closed is None or text.lstrip()[:1] in ("{", "`"):
+        return text
+    before = text[: closed.start()]
+    if _QUOTES.search(before[-_LINE:]) or before.count("```") % 2:
+        raise Unreadable("quotes the end of a reasoning block")
+    return text[closed.end() :]
 
 
 def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
