@@ -71,6 +71,18 @@ def shows_calls(renderer: Renderer) -> bool:
     return False
 
 
+def takes_results(renderer: Renderer, *, calls: bool) -> bool:
+    """Whether the template takes messages of tools. If it raises an error on them and a user may say them, that is set on the renderer."""
+    said = _said(renderer, "tool") if calls else {"role": "assistant", "content": MARK}
+    for as_user in (False, True):
+        renderer.results_as_user = as_user
+        with suppress(UserError):
+            renderer.text([_USER, said, *renderer.results([tool_message(output) for output in SHOWN])])
+            return not as_user
+    renderer.results_as_user = False
+    return True
+
+
 def _said(renderer: Renderer, name: str) -> dict[str, Any]:
     call = renderer.call(name, {"code": MARK}, NO_ID)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -110,7 +122,7 @@ class Seam:
             for n, output in enumerate(outputs)
         ]
         said = _said(self._renderer, given[0]["name"] if given else "tool") if self.shows_calls else {"role": "assistant", "content": MARK}
-        _, found, rest = self._renderer.text([_USER, said, *given]).partition(MARK)
+        _, found, rest = self._renderer.text([_USER, said, *self._renderer.results(given)]).partition(MARK)
         end = (self._ends.search if self.shows_calls else self._ends.match)(rest)
         if not found or end is None:
             raise UserError(
@@ -147,9 +159,11 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
         own = {end for end in (*form.ends, *form.hands_over) if end in control}
         return Seam(renderer, ({eos, *ends} - {*form.inner}) | own, eos=eos, calls=calls)
 
+    shown_apart = takes_results(renderer, calls=calls)
     if not calls:
         form = given or FORMS["hermes"]
         how = "policy.tool_format" if given else "the template has no form for calls, and the task must ask for this one"
+        how += "" if shown_apart else "; it has no turns of tools, so what they give is said in the user's"
         return Found(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, double = _call(random.Random(0)), (_call(random.Random(1)), _call(random.Random(2)))
     shown, unfit = "", None

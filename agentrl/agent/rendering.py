@@ -60,12 +60,14 @@ def _too_long() -> _TooLong:
 class Renderer:
     """A tokenizer's chat template, and what it wants to be given.
 
-    `arguments_as_text` is set where it takes the arguments of a call as JSON text only.
+    `arguments_as_text` is set where it takes the arguments of a call as JSON text only, and `results_as_user` where it refuses messages of
+    tools: what they gave is then said in the user's turn between two of the assistant.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.arguments_as_text = False
+        self.results_as_user = False
         template = str(tokenizer.chat_template)
         self.thinking_key = (
             "reasoning_content" if "reasoning_content" in template else "thinking" if _READS_THINKING.search(template) else ""
@@ -97,9 +99,16 @@ class Renderer:
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """As a template takes them. Calls get ids, and what tools gave gets the ids of the calls before it, in order."""
         made: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         count = 0
         waiting: list[tuple[str, str]] = []
         for message in messages:
+            if message.role == "tool":
+                called, name = waiting.pop(0) if waiting else (NO_ID, "tool")
+                results.append(tool_message(message.content, name=name, number=called))
+                continue
+            made += self.results(results)
+            results = []
             chat: dict[str, Any] = {"role": message.role, "content": message.content}
             if message.role == "assistant":
                 chat |= self._thought(message.content)
@@ -107,11 +116,15 @@ class Renderer:
                 waiting = [(f"call{count + n:05d}", call.name) for n, call in enumerate(message.tool_calls)]
                 count += len(waiting)
                 chat["tool_calls"] = [self.call(c.name, c.arguments, one) for c, (one, _) in zip(message.tool_calls, waiting, strict=True)]
-            if message.role == "tool":
-                called, name = waiting.pop(0) if waiting else (NO_ID, "tool")
-                chat = tool_message(message.content, name=name, number=called)
             made.append(chat)
-        return made
+        return made + self.results(results)
+
+    def results(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages of tools that follow each other, as the template takes them."""
+        if not self.results_as_user or not given:
+            return [dict(one) for one in given]
+        shown = "\n".join(f"<tool_response>\n{one['content']}\n</tool_response>" for one in given)
+        return [{"role": "user", "content": shown}]
 
     def call(self, name: str, arguments: Mapping[str, Any], number: str = NO_ID) -> dict[str, Any]:
         """A tool call as templates take it."""

@@ -216,6 +216,29 @@ def test_a_turn_ends_with_the_token_that_the_template_writes(template: str, spec
     assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole)
 
 
+ALTERNATING = GEMMA.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}",
+)
+
+
+def test_a_template_without_turns_of_tools_has_their_results_in_the_user_s() -> None:
+    tokenizer = made(ALTERNATING, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>")
+    chat, number = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert chat.exact and "what they give is said in the user's" in chat.told
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    completion = [*tokenizer.encode(call), number]
+    opening = chat.opening([Message(role="user", content="q")], [])
+    ids = [*opening, *completion, *chat.tool_delta(["1 ", "<end_of_turn>"], chat.parse(completion))]
+    results = "<tool_response>\n1 \n</tool_response>\n<tool_response>\n< end_of_turn>\n</tool_response>"
+    turns = [("user", "q"), ("assistant", call), ("user", results)]
+    said = [{"role": role, "content": content} for role, content in turns]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    told = [Message(role="user", content="q"), Message(role="assistant", content=call)]
+    told += [Message(role="tool", content="1 "), Message(role="tool", content="< end_of_turn>")]
+    assert tokenizer.decode(list(chat.opening(told, []))) == tokenizer.decode(ids), "also in a prompt"
+
+
 def test_a_turn_that_another_token_ended_is_followed_by_the_first_of_the_next() -> None:
     chat, tokenizer = ChatFormat(made(HANDED, *BRACKETED, eos="</s>")), made(HANDED, *BRACKETED, eos="</s>")
     shown = {}
