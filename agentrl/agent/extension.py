@@ -71,16 +71,22 @@ def shows_calls(renderer: Renderer) -> bool:
     return False
 
 
-def takes_results(renderer: Renderer, *, calls: bool) -> bool:
-    """Whether the template takes messages of tools. If it raises an error on them and a user may say them, that is set on the renderer."""
-    said = _said(renderer, "tool") if calls else {"role": "assistant", "content": MARK}
-    for as_user in (False, True):
+def puts_results_in_user_turn(renderer: Renderer) -> bool:
+    """Whether tool results must be part of a user message: the template raises an error on messages of tools, or does not show them.
+
+    Sets this choice on the renderer. For a template that shows them in neither way, the choice is a message of tools.
+    """
+    results = [tool_message(output) for output in SHOWN]
+
+    def shows(as_user: bool) -> bool:
         renderer.results_as_user = as_user
         with suppress(UserError):
-            renderer.text([_USER, said, *renderer.results([tool_message(output) for output in SHOWN])])
-            return not as_user
-    renderer.results_as_user = False
-    return True
+            text = renderer.text([_USER, {"role": "assistant", "content": MARK}, *renderer.results(results)])
+            return any(output in text for output in SHOWN)
+        return False
+
+    renderer.results_as_user = not shows(False) and shows(True)
+    return renderer.results_as_user
 
 
 def _said(renderer: Renderer, name: str) -> dict[str, Any]:
@@ -159,11 +165,10 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
         own = {end for end in (*form.ends, *form.hands_over) if end in control}
         return Seam(renderer, ({eos, *ends} - {*form.inner}) | own, eos=eos, calls=calls)
 
-    shown_apart = takes_results(renderer, calls=calls)
     if not calls:
         form = given or FORMS["hermes"]
         how = "policy.tool_format" if given else "the template has no form for calls, and the task must ask for this one"
-        how += "" if shown_apart else "; it has no turns of tools, so what they give is said in the user's"
+        how += "; it has no messages of tools, so their results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
         return Found(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, double = _call(random.Random(0)), (_call(random.Random(1)), _call(random.Random(2)))
     shown, unfit = "", None

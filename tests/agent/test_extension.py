@@ -220,23 +220,40 @@ ALTERNATING = GEMMA.replace(
     "{% for m in messages %}",
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}",
 )
+SILENT = GEMMA.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
 
 
-def test_a_template_without_turns_of_tools_has_their_results_in_the_user_s() -> None:
-    tokenizer = made(ALTERNATING, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>")
+@pytest.mark.parametrize("template", [ALTERNATING, SILENT], ids=["raises", "leaves out"])
+def test_a_template_without_messages_of_tools_has_their_results_in_the_user_turn(template: str) -> None:
+    tokenizer = made(template, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>")
     chat, number = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<end_of_turn>")
-    assert chat.exact and "what they give is said in the user's" in chat.told
-    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    completion = [*tokenizer.encode(call), number]
-    opening = chat.opening([Message(role="user", content="q")], [])
-    ids = [*opening, *completion, *chat.tool_delta(["1 ", "<end_of_turn>"], chat.parse(completion))]
-    results = "<tool_response>\n1 \n</tool_response>\n<tool_response>\n< end_of_turn>\n</tool_response>"
-    turns = [("user", "q"), ("assistant", call), ("user", results)]
-    said = [{"role": role, "content": content} for role, content in turns]
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-    told = [Message(role="user", content="q"), Message(role="assistant", content=call)]
-    told += [Message(role="tool", content="1 "), Message(role="tool", content="< end_of_turn>")]
-    assert tokenizer.decode(list(chat.opening(told, []))) == tokenizer.decode(ids), "also in a prompt"
+    assert chat.exact and "their results are in the user's turn" in chat.told
+    messages = [Message(role="user", content="q")]
+    turns = [("user", "q")]
+    ids = [*chat.opening(messages, [])]
+    for calls, outputs in ((1, ["1 "]), (2, ["2", "<end_of_turn>"]), (3, ["", "\n4\n", "</tool_response>"])):
+        text = "\n".join(['<tool_call>{"name": "f", "arguments": {}}</tool_call>'] * calls)
+        completion = [*tokenizer.encode(text), number]
+        parsed = chat.parse(completion)
+        assert len(parsed.message.tool_calls) == calls
+        ids += [*completion, *chat.tool_delta(outputs, parsed)]
+        fenced = [chat.defang(output) for output in outputs]
+        messages += [Message(role="assistant", content=text), *(Message(role="tool", content=output) for output in fenced)]
+        turns += [("assistant", text), ("user", "\n".join(f"<tool_response>\n{output}\n</tool_response>" for output in fenced))]
+        chats = [{"role": role, "content": content} for role, content in turns]
+        whole = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole)
+        assert list(chat.opening(messages, [])) == ids, "also in a prompt"
+    turns[-1] = ("user", f"{turns[-1][1]}\nand now?")
+    chats = [{"role": role, "content": content} for role, content in turns]
+    whole = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    assert list(chat.opening([*messages, Message(role="user", content="and now?")], [])) == tokenizer.encode(whole), "one user turn"
+
+
+def test_a_template_that_shows_results_nowhere_is_refused() -> None:
+    mute = GEMMA.replace("{{ m.content | trim }}", "{{ m.content | trim if m.role == 'assistant' else 'x' }}")
+    with pytest.raises(UserError, match="does not show what tools gave"):
+        ChatFormat(made(mute, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>"))
 
 
 def test_a_turn_that_another_token_ended_is_followed_by_the_first_of_the_next() -> None:
