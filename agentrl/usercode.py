@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
+from agentrl import lag
 from agentrl.causes import leaves, location
 from agentrl.errors import InfrastructureError, SandboxUnavailable
 from agentrl.secrets import redacted
@@ -30,7 +31,7 @@ E = TypeVar("E", bound=BaseException)
 GRACE_S = 2.0
 _MOST_TEXT = 1 << 20  # characters of an exception's text that are looked at
 """How long a cancelled call may take to end before it is dropped."""
-HELD_S = 1.0
+HELD_S = lag.STALL_S
 """A call that computes for longer than this without awaiting anything has kept every other episode waiting, which is said."""
 MAX_THREADS = 1024
 """Threads of `threaded` that may run at once, those that nobody waits for included."""
@@ -47,12 +48,18 @@ class Overdue(Exception):
     """A call gave no result before its deadline. Not a `TimeoutError`, which the called code may raise itself."""
 
 
+class Stalled(InfrastructureError):
+    """A call gave no result before its deadline, and the driver's event loop stood still for a large part of that time (`agentrl.lag`)."""
+
+
 class Exited(Exception):
     """A task started by user code raised SystemExit or KeyboardInterrupt, with which asyncio would have left the event loop and ended the
     run."""
 
 
-async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S) -> T:
+async def call(
+    code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S, within: lag.Stalls | None = None
+) -> T:
     """The result of `code()`, run in its own task.
 
     A call that ignores its cancellation for `grace_s` is dropped at its next await, and the log says so. Code that neither awaits
@@ -60,20 +67,25 @@ async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float,
 
     Args:
         what: name of the code in the log, such as "tool search".
+        within: a count of stalls that excludes the code's own.
 
     Raises:
         Overdue: no result after `timeout_s`.
+        Stalled: the same, because the event loop stood still for other reasons than this code.
         RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed, or KeyboardInterrupt, which
             elsewhere means that a person ends the run (`interrupted`).
         BaseException: whatever else `code` raises, including SystemExit and a CancelledError that nobody else requested.
     """
     _contain(asyncio.get_running_loop())
-    steps = _Steps(code)
-    task: asyncio.Task[tuple[T | None, BaseException | None]] = asyncio.create_task(_caught(steps), name=what)
+    steps = _Steps(code, what)
+    stalls, context = lag.counting(within)
+    context.run(_theirs.set, False)  # `_caught` contains this task, and `_Steps` measures it
+    task: asyncio.Task[tuple[T | None, BaseException | None]] = asyncio.create_task(_caught(steps), name=what, context=context)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
-            raise Overdue(f"{what} gave no result within {timeout_s:g} s")
+            late = f"{what} gave no result within {timeout_s:g} s"
+            raise Stalled(f"{late}: {stalls.text}") if stalls.excuse(timeout_s) else Overdue(late)
     except BaseException:
         await _end(task, steps, what, grace_s)
         raise
@@ -173,10 +185,13 @@ class _Contained(Coroutine[Any, Any, Any]):
         self.__qualname__ = getattr(code, "__qualname__", type(code).__name__)  # shown when the task is printed
 
     def send(self, value: Any) -> Any:
+        began = time.monotonic()
         try:
             return self._code.send(value)
         except (SystemExit, KeyboardInterrupt) as error:
             raise _exited(error) from error
+        finally:
+            lag.held(self.__qualname__, time.monotonic() - began)
 
     def throw(self, *error: Any) -> Any:
         try:
@@ -224,10 +239,10 @@ class _Steps(Generic[T]):
     Once `dropped`, a cancellation ends it whatever the code does.
     """
 
-    def __init__(self, code: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, code: Callable[[], Awaitable[T]], what: str) -> None:
         self.longest_s = 0.0
         self.dropped = False
-        self._code = code
+        self._code, self._what = code, what
 
     def __await__(self) -> Generator[Any, Any, T]:
         running = self._run()
@@ -240,7 +255,9 @@ class _Steps(Generic[T]):
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             finally:
-                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                seconds = time.monotonic() - began
+                self.longest_s = max(self.longest_s, seconds)
+                lag.held(self._what, seconds)
             error = None
             try:
                 yield waits_for

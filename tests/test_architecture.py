@@ -29,6 +29,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "memo",
             "processes",
             "estimates",
+            "lag",
             "liveness",
             "scores",
             "secret_forms",

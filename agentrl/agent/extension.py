@@ -71,6 +71,24 @@ def shows_calls(renderer: Renderer) -> bool:
     return False
 
 
+def puts_results_in_user_turn(renderer: Renderer) -> bool:
+    """Whether tool results must be part of a user message: the template raises an error on messages of tools, or does not show them.
+
+    Sets this choice on the renderer. For a template that shows them in neither way, the choice is a message of tools.
+    """
+    results = [tool_message(output) for output in SHOWN]
+
+    def shows(as_user: bool) -> bool:
+        renderer.results_as_user = as_user
+        with suppress(UserError):
+            text = renderer.text([_USER, {"role": "assistant", "content": MARK}, *renderer.results(results)])
+            return any(output in text for output in SHOWN)
+        return False
+
+    renderer.results_as_user = not shows(False) and shows(True)
+    return renderer.results_as_user
+
+
 def _said(renderer: Renderer, name: str) -> dict[str, Any]:
     call = renderer.call(name, {"code": MARK}, NO_ID)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -110,7 +128,7 @@ class Seam:
             for n, output in enumerate(outputs)
         ]
         said = _said(self._renderer, given[0]["name"] if given else "tool") if self.shows_calls else {"role": "assistant", "content": MARK}
-        _, found, rest = self._renderer.text([_USER, said, *given]).partition(MARK)
+        _, found, rest = self._renderer.text([_USER, said, *self._renderer.results(given)]).partition(MARK)
         end = (self._ends.search if self.shows_calls else self._ends.match)(rest)
         if not found or end is None:
             raise UserError(
@@ -150,6 +168,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
     if not calls:
         form = given or FORMS["hermes"]
         how = "policy.tool_format" if given else "the template has no form for calls, and the task must ask for this one"
+        how += "; it has no messages of tools, so their results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
         return Found(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, double = _call(random.Random(0)), (_call(random.Random(1)), _call(random.Random(2)))
     shown, unfit = "", None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from agentrl import usercode
+from agentrl import lag, usercode
 from agentrl.agent.provoked import Caller, CallRecord, Case
 from agentrl.agent.tools import MAX_TEXT, OUTAGE, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
 from agentrl.contract.forwarding import ForwardingSandbox
@@ -147,17 +147,21 @@ async def _once(
     """Makes one call. Raises the errors of `call_tool`, except `ToolUnavailable`."""
     margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if watched is None else SANDBOX_MARGIN_S)
     what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
-    since = usercode.cancellations()
+    since, stalls = usercode.cancellations(), lag.counting()[0]
     if history is not None:
         history.begin()
     try:
-        given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s)
+        given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s, within=stalls)
         called = Called(outcome=checked(given, limits))
         if history is not None and called.outcome.ok:
             history.answered()
         return called
     except BaseException as error:
         usercode.let_go(error, since)
+        if isinstance(error, usercode.Stalled):  # also if it has cost the sandbox
+            raise
+        if isinstance(error, Fault) and error.outage is not None and error.outage.late and stalls.excuse(limits.tool_timeout_s):
+            raise usercode.Stalled(f"{what}: {error.outage.text}: {stalls.text}") from error
         if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
             raise known from None
         ours = watched is not None and (watched.lost or watched.error is not None)  # a fault of the sandbox, handled in `call_tool`

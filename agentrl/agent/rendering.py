@@ -60,12 +60,14 @@ def _too_long() -> _TooLong:
 class Renderer:
     """A tokenizer's chat template, and what it wants to be given.
 
-    `arguments_as_text` is set where it takes the arguments of a call as JSON text only.
+    `arguments_as_text` is set where it takes the arguments of a call as JSON text only, and `results_as_user` if it has no messages of
+    tools: their results are then in the user's turn between two turns of the assistant.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.arguments_as_text = False
+        self.results_as_user = False
         template = str(tokenizer.chat_template)
         self.thinking_key = (
             "reasoning_content" if "reasoning_content" in template else "thinking" if _READS_THINKING.search(template) else ""
@@ -96,22 +98,37 @@ class Renderer:
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """As a template takes them. Calls get ids, and what tools gave gets the ids of the calls before it, in order."""
-        made: list[dict[str, Any]] = []
+        chats: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         count = 0
         waiting: list[tuple[str, str]] = []
         for message in messages:
+            if message.role == "tool":
+                number, name = waiting.pop(0) if waiting else (NO_ID, "tool")
+                results.append(tool_message(message.content, name=name, number=number))
+                continue
             chat: dict[str, Any] = {"role": message.role, "content": message.content}
             if message.role == "assistant":
                 chat |= self._thought(message.content)
             if message.tool_calls:
                 waiting = [(f"call{count + n:05d}", call.name) for n, call in enumerate(message.tool_calls)]
                 count += len(waiting)
-                chat["tool_calls"] = [self.call(c.name, c.arguments, one) for c, (one, _) in zip(message.tool_calls, waiting, strict=True)]
-            if message.role == "tool":
-                called, name = waiting.pop(0) if waiting else (NO_ID, "tool")
-                chat = tool_message(message.content, name=name, number=called)
-            made.append(chat)
-        return made
+                chat["tool_calls"] = [
+                    self.call(call.name, call.arguments, number) for call, (number, _) in zip(message.tool_calls, waiting, strict=True)
+                ]
+            if results and self.results_as_user and message.role == "user":  # the roles of such templates alternate
+                chat["content"] = f"{self.results(results)[0]['content']}\n{message.content}"
+                results = []
+            chats += [*self.results(results), chat]
+            results = []
+        return chats + self.results(results)
+
+    def results(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages of tools that follow each other, in the form that the template takes."""
+        if not self.results_as_user or not messages:
+            return [dict(message) for message in messages]
+        shown = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
+        return [{"role": "user", "content": shown}]
 
     def call(self, name: str, arguments: Mapping[str, Any], number: str = NO_ID) -> dict[str, Any]:
         """A tool call as templates take it."""

@@ -129,7 +129,9 @@ class EpisodeRunner:
     async def _act(self, life: EpisodeLife, limit_s: float) -> str:
         """What the agent gives: somebody's code, which may mind no cancellation. The wall is its bound, and the earlier one of both."""
         grace_s = life.task.limits.tool_timeout_s + usercode.GRACE_S  # an agent closes its tools
-        return await usercode.call(lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s)
+        return await usercode.call(
+            lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s, within=life.requests.stalls
+        )
 
 
 def _out_of_time(life: EpisodeLife) -> tuple[str, Collected, tuple[Failure, ...]]:

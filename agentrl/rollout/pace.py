@@ -44,20 +44,22 @@ def cut_s(limit_s: float) -> float:
     return min(CUT_S, 0.05 * limit_s)
 
 
-def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float) -> Blame:
+def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float, stalled_s: float = 0.0) -> Blame:
     """Who is to blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
 
-    1. Slow requests cost it more than a tenth of the time: the machine. A stalled server never costs a score.
+    1. Slow requests cost it more than a tenth of the time, or the driver's event loop stood still for as long: the machine. Neither a
+       stalled server nor a stalled driver costs a score.
     2. Programs and sampling, at the server's usual pace, took at least half of the time: the policy. The episode is scored with every token
        that it sampled.
-    3. Otherwise: the machine, for example because sandboxes open slowly or the driver is blocked.
+    3. Otherwise: the machine, for example because sandboxes open slowly.
 
     Args:
         program_s: seconds in programs that the agent called.
         sampled_s: seconds in requests; for a slow one (`SLOW`), the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
+        stalled_s: seconds for which the driver's event loop stood still (`agentrl.lag.Stalls`).
     """
-    if lost_s > LOST * limit_s:
+    if max(lost_s, stalled_s) > LOST * limit_s:
         return Blame.INFRASTRUCTURE
     return Blame.POLICY if program_s + sampled_s >= OWN * limit_s else Blame.INFRASTRUCTURE
 

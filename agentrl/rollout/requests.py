@@ -10,10 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from agentrl.errors import ServingError
+from agentrl.lag import Stalls
 from agentrl.protocols import Policy
 from agentrl.records import CUT, Blame, Completion, Failure, SamplingParams
 from agentrl.rollout.faults import infrastructure_fault
@@ -21,6 +22,7 @@ from agentrl.rollout.pace import FIRST_S, LOST, PARTS, SLOW, OutOfTime, Pace, Re
 from agentrl.rollout.thinking import joined
 
 SLOW_SERVER = "slow_server"
+STALLED = "driver_stalled"
 WALL = "wall_limit"
 ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; --resume accepts serving.* and rollout.concurrency"
 
@@ -55,6 +57,7 @@ class Requests:
     timeout_s: float  # of one request
     spent_s: Callable[[], float]  # of the episode, until now
     sampling: SamplingTime
+    stalls: Stalls = field(default_factory=Stalls)  # of the driver's event loop, since the episode began here
     _cut: bool = False
     _lost_before_s: float = 0.0  # the newest turn
     _version: int | None = None  # of the weights that sampled last, with whose cache the server computes
@@ -145,8 +148,8 @@ class Requests:
 
     def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
         """The failure of an episode that ran out of time, with its blame; None if the policy's programs took most of the time."""
-        sampled_s, lost_s = self.sampling.sampled_s, self.sampling.lost_s
-        blame = out_of_time(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s)
+        sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
+        blame = out_of_time(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"
         figures = "" if self.sampling.newest is None else f"; {self._figures(self.sampling.newest)}"
         if blame is Blame.POLICY:
@@ -154,6 +157,8 @@ class Requests:
                 return None
             message = f"the policy used up its {spent}{figures}\n  fix, if it needs more time: {ADVICE}"
             return Failure(stage="generate", blame=blame, kind=WALL, message=message, turn=turn)
+        if stalled_s > LOST * self.limit_s:
+            return infrastructure_fault("episode", STALLED, f"the episode used up its {spent}: {self.stalls.text}{figures}", turn=turn)
         if lost_s > LOST * self.limit_s:
             kind, slow = WALL, f"the server was silent for {lost_s:.1f} s, in a run without a usual pace yet"
             if self.pace.known:

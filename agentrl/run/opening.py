@@ -19,6 +19,7 @@ from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
 from agentrl.failure.withholding import Withholding
 from agentrl.files import sha256_file
+from agentrl.lag import DRIVER
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.processes import raise_file_limit, rare_collections
@@ -156,6 +157,7 @@ async def opened(
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
+        await stack.enter_async_context(DRIVER.watched(tracker.alert))
         tracker.stage("prepare", chat.told)
         for note in checked.notes:
             tracker.alert(note)

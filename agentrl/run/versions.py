@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from agentrl.lag import DRIVER
 from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.run import measure, memory
 from agentrl.run.held_out import evaluated_once
@@ -66,6 +67,7 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
     measure.keep_left_out(run.folder, version.number, groups)
     if wall_s is not None:
         run.last_step_at = now
+        metrics |= DRIVER.figures()
     return metrics | memory.figures(groups) | run.faults.figures() | run.faults.suspects() | run.served.figures()
 
 

@@ -216,6 +216,46 @@ def test_a_turn_ends_with_the_token_that_the_template_writes(template: str, spec
     assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole)
 
 
+ALTERNATING = GEMMA.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}",
+)
+SILENT = GEMMA.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, SILENT], ids=["raises", "leaves out"])
+def test_a_template_without_messages_of_tools_has_their_results_in_the_user_turn(template: str) -> None:
+    tokenizer = made(template, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>")
+    chat, number = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert chat.exact and "their results are in the user's turn" in chat.told
+    messages = [Message(role="user", content="q")]
+    turns = [("user", "q")]
+    ids = [*chat.opening(messages, [])]
+    for calls, outputs in ((1, ["1 "]), (2, ["2", "<end_of_turn>"]), (3, ["", "\n4\n", "</tool_response>"])):
+        text = "\n".join(['<tool_call>{"name": "f", "arguments": {}}</tool_call>'] * calls)
+        completion = [*tokenizer.encode(text), number]
+        parsed = chat.parse(completion)
+        assert len(parsed.message.tool_calls) == calls
+        ids += [*completion, *chat.tool_delta(outputs, parsed)]
+        fenced = [chat.defang(output) for output in outputs]
+        messages += [Message(role="assistant", content=text), *(Message(role="tool", content=output) for output in fenced)]
+        turns += [("assistant", text), ("user", "\n".join(f"<tool_response>\n{output}\n</tool_response>" for output in fenced))]
+        chats = [{"role": role, "content": content} for role, content in turns]
+        whole = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole)
+        assert list(chat.opening(messages, [])) == ids, "also in a prompt"
+    turns[-1] = ("user", f"{turns[-1][1]}\nand now?")
+    chats = [{"role": role, "content": content} for role, content in turns]
+    whole = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    assert list(chat.opening([*messages, Message(role="user", content="and now?")], [])) == tokenizer.encode(whole), "one user turn"
+
+
+def test_a_template_that_shows_results_nowhere_is_refused() -> None:
+    mute = GEMMA.replace("{{ m.content | trim }}", "{{ m.content | trim if m.role == 'assistant' else 'x' }}")
+    with pytest.raises(UserError, match="does not show what tools gave"):
+        ChatFormat(made(mute, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>"))
+
+
 def test_a_turn_that_another_token_ended_is_followed_by_the_first_of_the_next() -> None:
     chat, tokenizer = ChatFormat(made(HANDED, *BRACKETED, eos="</s>")), made(HANDED, *BRACKETED, eos="</s>")
     shown = {}

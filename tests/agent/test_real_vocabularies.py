@@ -172,3 +172,13 @@ def test_what_ends_a_turn_is_read_off_each_family_s_template(name: str) -> None:
     made = real.bytes_and(*sorted(control), eos=eos, bos="<bos>")
     made.chat_template = template
     assert turn_ends(Renderer(made), control) == TURN_ENDS[name]
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3"])
+def test_gemma_s_own_template_can_be_used(name: str) -> None:
+    made = real.bytes_and("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", eos="<eos>", bos="<bos>")
+    made.chat_template = real.trl_template(name)
+    found = ChatFormat(made)
+    assert found.exact and {made.decode([token]) for token in found.stop_token_ids} == {"<eos>", "<end_of_turn>"}
+    delta = made.decode(list(found.tool_delta(["4"])))
+    assert delta == "\n<start_of_turn>user\n<tool_response>\n4\n</tool_response><end_of_turn>\n<start_of_turn>model\n"

@@ -25,6 +25,7 @@ def test_every_token_of_helpers_and_summaries_is_trained_once(tmp_path: Path, fo
     found = summary(run)
     assert (found["steps"], found["weight_swaps"], found["episodes_left_out"], found["delivered_share"]) == (1, 1, 0, 1.0)
     [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
+    assert 0 <= step["loop_lag_ms_p99"] <= step["loop_lag_ms_max"]
     assert step["tokens_captured"] == step["tokens_delivered"] == step["tokens_trained"] > 0
     assert abs(step["ratio_mean"] - 1) < 1e-3, "the learner gives these tokens the probability that they were sampled with"
     store = SqliteStore(run / "experience.sqlite")

@@ -192,7 +192,7 @@ def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> No
         ("{{ raise_exception('never') }}", "cannot render messages of user, assistant, tool, tool: TemplateError: never"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end an assistant turn with '<|im_end|>'".replace("|", r"\|")),
         (
-            "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
             "does not show what tools gave",
         ),
         ("{% for m in messages %}<|turn|>{{ m.content }}<|im_end|>{% endfor %}", r"writes '<\|turn\|>', which is no token"),

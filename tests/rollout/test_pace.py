@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from agentrl.agent import TurnLoop
 from agentrl.errors import InfrastructureError
 from agentrl.failure import FaultRate
+from agentrl.lag import DRIVER
 from agentrl.records import Blame, Episode, Limits, Task
 from agentrl.rollout import EpisodeRunner
 from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, Reading, out_of_time
@@ -168,6 +170,18 @@ def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -
     assert not episode.left_out and [len(turn.completion_ids) for turn in episode.trajectories[0].turns] == [400, 400]
 
 
+@pytest.mark.parametrize("hold_s", [0.0, 1.4])
+async def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float) -> None:
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 50.0)
+    task = replace(TASK, limits=replace(TASK.limits, wall_s=4.0))
+    async with DRIVER.watched(lambda alert: None):
+        asyncio.get_running_loop().call_later(1.0, time.sleep, hold_s)
+        episode = await runner_of(policy).run(task, episode_id="babble")
+    (failure,) = episode.failures
+    assert (failure.blame, episode.left_out) == ((Blame.INFRASTRUCTURE, True) if hold_s else (Blame.POLICY, False))
+    assert (failure.kind == "driver_stalled" and "stood still for 1." in failure.message) is bool(hold_s)
+
+
 @given(
     program=st.floats(0, 1),
     sampled=st.floats(0, 1),
@@ -176,6 +190,7 @@ def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -
 )
 def test_the_rule(program: float, sampled: float, lost: float, limit: float) -> None:
     blame = out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
+    assert out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
     if lost > LOST + 1e-6:
         assert blame is Blame.INFRASTRUCTURE, "a stalled server never costs a score"
     elif lost < LOST - 1e-6 and program + sampled > 0.5 + 1e-6:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agentrl.lag import DRIVER, TICK_S
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import versions
 
@@ -46,3 +49,19 @@ async def test_an_evaluation_that_was_under_way_is_made_again(
     versions.record_missing(run)
     assert made == evaluated and set(lines) == {1, 2}
     assert lines[2] == ({} if 2 in known else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
+
+
+@pytest.mark.parametrize("made_here", [True, False])
+async def test_a_step_has_the_lag_of_the_loop_if_this_driver_made_it(made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.measure, "step_metrics", lambda *_, **__: {})
+    monkeypatch.setattr(versions.measure, "keep_left_out", lambda *_: None)
+    nothing = SimpleNamespace(figures=dict, suspects=dict)
+    steps = SimpleNamespace(indices=lambda step: (), extra=0)
+    run: Any = SimpleNamespace(
+        store=SimpleNamespace(groups=tuple), step_groups=steps, folder=Path(), faults=nothing, served=nothing, last_step_at=None
+    )
+    run.last_step_at = 0.0 if made_here else None
+    async with DRIVER.watched(lambda alert: None):
+        await asyncio.sleep(5 * TICK_S)
+        figures = versions._figures(run, version(1), None)
+    assert set(figures) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} if made_here else set())

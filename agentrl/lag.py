@@ -1,0 +1,150 @@
+"""How late the driver's event loop is, and the time in which it stood still.
+
+While the loop stands still, no timer, answer or result is served, and then every deadline of that time has passed at once. The cause may be
+code that computes without awaiting, a collection of garbage, or a stopped process; it is never the episode that waits. So who is blamed
+for a missed deadline depends on how long the loop stood still meanwhile (`Stalls`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import Context, ContextVar, copy_context
+
+TICK_S = 0.05
+"""Seconds between two measurements."""
+STALL_S = 1.0
+"""A loop that is this late stood still. Shorter lags only count in the figures."""
+SHARE = 0.1
+"""Share of a deadline for which the loop must have stood still before a miss is the machine's fault."""
+_KEPT = 1 << 16  # newest measurements that are kept for the figures
+
+
+class LoopLag:
+    """The lag of one event loop. Only counts while `watched`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stalled_s = 0.0
+        self._due: float | None = None  # time of the next measurement
+        self._late: deque[float] = deque(maxlen=_KEPT)
+        self._holder = (0.0, "")  # the longest step of user code since the last measurement
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which the loop has stood still so far.
+
+        Includes a stall that is not measured yet: a deadline and the measurement after a stall are due in the same round of the loop.
+        """
+        late = 0.0 if self._due is None else self._clock() - self._due
+        return self._stalled_s + (late if late >= STALL_S else 0.0)
+
+    def figures(self) -> dict[str, float]:
+        """The lag since the last call, in milliseconds. Empty without measurements."""
+        late, self._late = sorted(self._late), deque(maxlen=_KEPT)
+        if not late:
+            return {}
+        p99 = late[math.ceil(0.99 * len(late)) - 1]
+        return {"loop_lag_ms_p99": 1000 * p99, "loop_lag_ms_max": 1000 * late[-1]}
+
+    def held(self, what: str, seconds: float) -> None:
+        """Records that code has computed for this long without awaiting."""
+        self._holder = max(self._holder, (seconds, what))
+
+    @asynccontextmanager
+    async def watched(self, alert: Callable[[str], None]) -> AsyncIterator[None]:
+        """Measures the lag of the running loop during the block. `alert` is called once, at the first stall."""
+        task = asyncio.create_task(self._watch(alert), name="lag of the event loop")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            self._due = None
+
+    async def _watch(self, alert: Callable[[str], None]) -> None:
+        alerted = False
+        while True:
+            computed_s = time.thread_time()
+            self._due = self._clock() + TICK_S
+            await asyncio.sleep(TICK_S)
+            late = max(0.0, self._clock() - self._due)
+            self._late.append(late)
+            if late >= STALL_S:
+                self._stalled_s += late
+                if not alerted:
+                    alerted = True
+                    alert(self._cause(late, time.thread_time() - computed_s))
+            self._holder = (0.0, "")
+
+    def _cause(self, late: float, computed_s: float) -> str:
+        seconds, what = self._holder
+        cause = "code of the driver, such as a collection of garbage, held it"
+        fix = "lower rollout.concurrency, and report it if it persists"
+        if 2 * seconds >= late:
+            cause, fix = f"{what} held it", "await what waits, and run computations in asyncio.to_thread"
+        elif 2 * computed_s < late:
+            cause = "the process got no CPU time for most of it: it was stopped, waited for a disk, or the machine is overloaded"
+            fix = "find out which other programs use this machine"
+        return (
+            f"the driver's event loop stood still for {late:.1f} s, and every episode waited: {cause}\n  fix: {fix}."
+            " Deadlines missed because of it are no fault of the policy; further stalls are only in loop_lag_ms_max of metrics.jsonl"
+        )
+
+
+DRIVER = LoopLag()
+"""The loop of this process."""
+
+
+class Stalls:
+    """The time since its construction in which the driver's loop stood still, without what the code that is counted here held itself."""
+
+    def __init__(self, parent: Stalls | None = None) -> None:
+        self._parent = parent
+        self._since, self._own_s = DRIVER.stalled_s, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, DRIVER.stalled_s - self._since - self._own_s)
+
+    @property
+    def text(self) -> str:
+        return f"the driver's event loop stood still for {self.seconds:.1f} s of it"
+
+    def excuse(self, limit_s: float) -> bool:
+        """Whether a miss of a deadline of `limit_s` seconds is the machine's fault."""
+        return self.seconds > SHARE * limit_s
+
+    def add(self, seconds: float) -> None:
+        """Records that the code itself held the loop, in every enclosing count."""
+        counted: Stalls | None = self
+        while counted is not None:
+            counted._own_s += seconds
+            counted = counted._parent
+
+
+_current: ContextVar[Stalls | None] = ContextVar("_current", default=None)
+
+
+def counting(within: Stalls | None = None) -> tuple[Stalls, Context]:
+    """A count of stalls, and a context for the task whose own code does not count.
+
+    Args:
+        within: the enclosing count; None means the one of the current task, if there is any.
+    """
+    stalls, context = Stalls(within or _current.get()), copy_context()
+    context.run(_current.set, stalls)
+    return stalls, context
+
+
+def held(what: str, seconds: float) -> None:
+    """Records that code of the current task has computed for this long without awaiting."""
+    if seconds < STALL_S / 2:
+        return
+    DRIVER.held(what, seconds)
+    if (counted := _current.get()) is not None:
+        counted.add(seconds)

@@ -1,0 +1,146 @@
+"""The lag of the driver's event loop: measured, reported once, and no fault of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from agentrl import lag, usercode
+from agentrl.agent.invoke import call_tool
+from agentrl.agent.provoked import Caller, CallRecord
+from agentrl.agent.tools import Fault, ToolOutcome
+from agentrl.errors import InfrastructureError
+from agentrl.lag import DRIVER, STALL_S, TICK_S, LoopLag, Stalls
+from agentrl.outages import Outage
+from agentrl.records import Limits
+
+HOLD_S = STALL_S + 0.3
+
+
+@pytest.fixture
+async def alerts() -> AsyncIterator[list[str]]:
+    """The driver's loop, watched."""
+    lines: list[str] = []
+    async with DRIVER.watched(lines.append):
+        await asyncio.sleep(2 * TICK_S)
+        DRIVER.figures()
+        yield lines
+
+
+async def hold() -> None:
+    """Holds the loop, as driver code that is not a tool's would."""
+    await asyncio.sleep(0.1)
+    time.sleep(HOLD_S)
+
+
+async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
+    stalls = Stalls()
+    for _ in range(2):
+        await hold()
+        await asyncio.sleep(3 * TICK_S)
+    assert stalls.seconds == pytest.approx(2 * HOLD_S, abs=0.5)
+    (alert,) = alerts
+    assert "stood still for 1." in alert and "the process got no CPU time" in alert and "no fault of the policy" in alert
+    figures = DRIVER.figures()
+    assert 1000 * STALL_S <= figures["loop_lag_ms_max"] <= 3000 and figures["loop_lag_ms_p99"] <= figures["loop_lag_ms_max"]
+    await asyncio.sleep(3 * TICK_S)
+    assert DRIVER.figures()["loop_lag_ms_max"] < 1000 * STALL_S, "figures are those since the last call"
+
+
+async def test_the_alert_says_which_code_held_the_loop(alerts: list[str]) -> None:
+    await usercode.call(hold, what="tool search", timeout_s=30.0)
+    await asyncio.sleep(3 * TICK_S)
+    assert len(alerts) == 1 and "tool search held it" in alerts[0] and "asyncio.to_thread" in alerts[0]
+
+
+async def test_a_stall_counts_before_it_is_measured(alerts: list[str]) -> None:
+    """A deadline and the measurement after a stall are due in the same round of the loop."""
+    stalls = Stalls()
+    await asyncio.sleep(0)
+    time.sleep(HOLD_S)
+    assert stalls.seconds > STALL_S and stalls.excuse(5.0) and not stalls.excuse(50.0)
+
+
+def test_short_lags_are_figures_and_no_stalls() -> None:
+    now = [0.0]
+    loop_lag = LoopLag(lambda: now[0])
+    loop_lag._due = 1.0
+    now[0] = 1.0 + STALL_S - 0.01
+    assert loop_lag.stalled_s == 0.0 and loop_lag.figures() == {}
+    now[0] = 1.0 + STALL_S
+    assert loop_lag.stalled_s == STALL_S
+    loop_lag._late.extend([0.0] * 199 + [2.0])
+    assert loop_lag.figures() == {"loop_lag_ms_p99": 0.0, "loop_lag_ms_max": 2000.0} and loop_lag.figures() == {}
+
+
+class Waits:
+    """A tool that waits, or reports that a server outside did not answer in time."""
+
+    name, needs_sandbox = "waits", False
+
+    def __init__(self, *, holds: bool = False, late: bool = False) -> None:
+        self.holds, self.late = holds, late
+        self.schema = {"type": "function", "function": {"name": "waits", "parameters": {"type": "object", "properties": {}}}}
+
+    async def __call__(self, arguments: Any, sandbox: Any, limits: Limits) -> ToolOutcome:
+        if self.holds:
+            time.sleep(HOLD_S)
+        await asyncio.sleep(limits.tool_timeout_s if self.late else 60.0)
+        raise Fault("mcp_timeout", "it gave no answer", outage=Outage(text="no answer in time", late=True))
+
+
+def trusted() -> CallRecord:
+    """A record in which the tool has answered all others, so that the caller alone is to blame."""
+    record = CallRecord()
+    for number in range(8):
+        record.answered("waits", Caller(attempt=f"g{number}-e0-a0", task="t"))
+    return record
+
+
+async def call(tool: Waits, *, limit_s: float, record: CallRecord | None) -> str:
+    """The kind of the failure that the policy is blamed for."""
+    limits = Limits(tool_timeout_s=limit_s)
+    answering = record and asyncio.get_running_loop().call_later(0.5, record.answered, "waits", Caller(attempt="g9-e0-a0", task="t"))
+    try:
+        called = await call_tool(tool, {}, None, limits, turn=0, caller=Caller(attempt="g8-e0-a0", task="t"), record=record)
+    finally:
+        if answering:
+            answering.cancel()
+    assert called.failure is not None
+    return called.failure.kind
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["overdue", "late server"])
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_a_deadline_that_passed_while_the_loop_stood_still_is_the_machines(late: bool, recorded: bool, alerts: list[str]) -> None:
+    holding = asyncio.create_task(hold())
+    with pytest.raises(InfrastructureError, match=r"the driver's event loop stood still for 1\.\d s of it"):
+        await call(Waits(late=late), limit_s=1.5, record=trusted() if recorded else None)
+    await holding
+
+
+@pytest.mark.parametrize("holds", [False, True])
+async def test_code_that_holds_the_loop_itself_has_no_excuse(holds: bool, alerts: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert await call(Waits(holds=holds), limit_s=1.5, record=trusted()) == "tool_timeout"
+
+
+async def test_own_holds_count_in_no_enclosing_count(alerts: list[str]) -> None:
+    episode = Stalls()
+
+    async def started() -> None:
+        await asyncio.create_task(hold())
+
+    async def agent() -> None:
+        await usercode.call(hold, what="tool", timeout_s=30.0)
+        await usercode.call(started, what="tool", timeout_s=30.0)
+
+    await usercode.call(agent, what="the agent", timeout_s=30.0, within=episode)
+    others = lag.counting()[0]
+    await hold()
+    assert others.seconds > STALL_S and episode.seconds == pytest.approx(others.seconds, abs=0.3), "only that of others"
