@@ -38,7 +38,7 @@ def make_group(index: int, note: str = "") -> Group:
 
 @pytest.fixture
 def store(tmp_path: Path):
-    with_path = SqliteStore(tmp_path / "run" / "experience.sqlite")
+    with_path = SqliteStore(tmp_path / "runs" / "run" / "experience.sqlite")
     yield with_path
     with_path.close()
 
