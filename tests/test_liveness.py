@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.liveness import FACTOR, LEAST_S, SOUND_S, Answers, Liveness, Restarts
+from agentrl.liveness import FACTOR, LEAST_S, SOUND_S, Answers, Liveness, Restarts, asked
 from agentrl.testing.clock import JumpingClock
 
 FIRST_S = 1800.0
@@ -188,12 +188,12 @@ def test_the_longest_of_the_last_1024_pieces_of_work_counts() -> None:
 
 def test_work_without_a_size_has_the_size_1() -> None:
     clock = JumpingClock(0.0)
-    for known, asked in (({}, {"size": 2.0}), ({"size": 1.0}, {}), ({"size": 0.5}, {})):
+    for known, then in (({}, {"size": 2.0}), ({"size": 1.0}, {}), ({"size": 0.5}, {})):
         live = part(clock)
         live.progress("working")
         for _ in range(3):
             live.progress("working", **known)
-        live.progress("working", **asked)
+        live.progress("working", **then)
         assert live.deadline_s == LEAST_S
     live = part(clock)
     for _ in range(3):
@@ -229,6 +229,17 @@ def test_restarts_count_in_a_row() -> None:
         clock.now += SOUND_S / 10
         restarts.progress()
     assert restarts.failed() == 1 and restarts.total == 5
+
+
+def test_ten_minutes_of_work_end_a_row_of_failures() -> None:
+    for seconds, row in ((599.0, 2), (600.0, 1)):
+        clock = JumpingClock(0.0)
+        restarts = Restarts(clock=clock.monotonic)
+        assert restarts.failed() == 1
+        restarts.started()
+        clock.now += seconds
+        restarts.progress()
+        assert restarts.failed() == row, seconds
 
 
 @given(st.integers(1, 400))
@@ -279,6 +290,41 @@ def test_a_part_that_answers_others_is_not_overdue() -> None:
             assert live.overdue() == ""
         assert live.deadline_s == FACTOR * 10.0
         assert passes(clock, live, 95) == "" and "longest so far: 10.0 s; deadline: 100 s" in passes(clock, live, 10)
+
+
+def test_only_time_while_a_question_waits_counts_also_between_two_checks() -> None:
+    clock = JumpingClock(0.0)
+    live = Answers("MCP server search", fix="check it", first_s=25.0, clock=clock.monotonic)
+    for number in range(1, 7):
+        clock.now += 15.0
+        with live.question():
+            clock.now += 5.0
+        clock.now += 15.0
+        assert bool(live.overdue()) == (number == 6)
+    assert "has answered nothing for 30 s" in live.overdue()
+
+
+def test_the_deadline_of_an_answer_follows_the_longest_one_from_the_moment_of_the_last() -> None:
+    clock = JumpingClock(0.0)
+    live = Answers("the judge", fix="check it", first_s=120.0, least_s=1.0, clock=clock.monotonic)
+    for seconds, deadline_s in ((0.25, 2.5), (0.5, 5.0), (0.125, 5.0)):
+        live.answered(seconds)
+        assert live.deadline_s == deadline_s
+    with live.question():
+        clock.now += 4.0
+        live.answered(0.5)
+        clock.now += 5.0
+        assert live.overdue() == "", "the deadline itself is not late"
+        clock.now += 0.5
+        assert live.overdue() == "the judge has answered nothing for 6 s (longest so far: 0.5 s; deadline: 5 s)"
+
+
+def test_a_part_is_watched_from_its_first_question_on() -> None:
+    live = answering(JumpingClock())
+    assert live not in asked()
+    with live.question():
+        assert live in asked()
+    assert live in asked()
 
 
 def test_time_in_which_the_driver_was_stopped_is_nobody_s_silence() -> None:

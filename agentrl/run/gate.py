@@ -319,7 +319,8 @@ def _turns(words: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _tell(run: Run, verdict: GateVerdict, found: Results) -> None:
     figures = found.figures()
-    if figures.pass_at_1 is not None and figures.low is not None and figures.high is not None:
+    if figures.pass_at_1 is not None:
+        assert figures.low is not None and figures.high is not None, "a rate has its interval"
         shown = Rate(value=figures.pass_at_1, ci_low=figures.low, ci_high=figures.high, n=figures.attempts - figures.unscored)
         run.tracker.evaluated(f"gate {verdict.version}", {found.about.suite: shown})
     if not verdict.promoted:

@@ -38,7 +38,7 @@ def make_group(index: int, note: str = "") -> Group:
 
 @pytest.fixture
 def store(tmp_path: Path):
-    with_path = SqliteStore(tmp_path / "run" / "experience.sqlite")
+    with_path = SqliteStore(tmp_path / "runs" / "run" / "experience.sqlite")
     yield with_path
     with_path.close()
 
@@ -330,6 +330,14 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
 
     with pytest.raises(StoreError, match="Not a directory"):
         SqliteStore(newer / "inside" / "experience.sqlite")
+
+
+@pytest.mark.parametrize(("seconds", "error"), [(300.0, "groups that are not in"), (300.5, "a query took longer than 300 s")])
+def test_a_query_has_five_minutes(store: SqliteStore, monkeypatch: pytest.MonkeyPatch, seconds: float, error: str) -> None:
+    looks = itertools.chain([1000.0], itertools.repeat(1000.0 + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: next(looks))
+    with pytest.raises(StoreError, match=error):
+        store.groups(range(50_000))
 
 
 def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:

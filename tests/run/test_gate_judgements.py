@@ -113,11 +113,12 @@ async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_
     run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4, "gate.action": "block", "steps": 8})
     run.suite = replace(run.suite, cases=tuple(replace(case, threshold=0.0 if case.id == "c09" else None) for case in run.suite.cases))
     lost = ("good 1", "bad c00-r0", "good 3", "bad c00-r0 c09 c05-r1 c05-r2 c07", "good 5", "bad c00-r0 c01-r0 c02-r0 c02-r1 c04 c03")
+    lost += ("good 7", "bad c00-r0 c05-r1 c07")
     for number, weights in enumerate(lost, 1):
         publish(run, number, number - 1, weights)
         await served_through(run, number)
     shown = {}
-    for number in (2, 4, 6):
+    for number in (2, 4, 6, 8):
         found = read_verdict(tmp_path, number)
         assert found is not None and (found.outcome is Outcome.PROMOTED) == (number == 2)
         shown[number] = [(one.case, one.before_episode, one.episode) for one in found.regressions]
@@ -125,6 +126,7 @@ async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_
         2: [],
         4: [(case, f"gate000002-{case}-r0-a0", f"gate000004-{case}-r{n}-a0") for case, n in (("c07", 0), ("c05", 1))],
         6: [(case, f"gate000002-{case}-r0-a0", f"gate000006-{case}-r0-a0") for case in ("c03", "c04", "c02")],
+        8: [(case, f"gate000002-{case}-r0-a0", f"gate000008-{case}-r{n}-a0") for case, n in (("c07", 0), ("c05", 1))],
     }
     await plain.close(run)
 
