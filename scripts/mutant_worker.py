@@ -2,6 +2,7 @@
 
 Reads one JSON request per line from standard input and writes one JSON answer per line:
     {"do": "cover", "tests", "files", "limit_s"} -> {"lines": file -> line -> tests, "imported": file -> lines, "seconds", "failed"}
+                                                    (line 0: the test runs code that the file's decorators generated)
     {"do": "run", "tests", "limit_s"}            -> {"passed", "killer"}
 
 `passed`: all passed within the limit, and at least one ran. `killer`: the first that failed.
@@ -12,6 +13,7 @@ Reads one JSON request per line from standard input and writes one JSON answer p
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -32,6 +34,9 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--hypothesis-pr
 OPTIONS += ["-m", "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)"]
 
 
+GENERATED = "0"  # the line of code that is generated at import
+
+
 class Cover:
     """A pytest plugin that records which test executes which line of some files."""
 
@@ -43,7 +48,13 @@ class Cover:
         self.failed: list[str] = []
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename in self._files else None
+        if frame.f_code.co_filename in self._files:
+            return self._line
+        if frame.f_code.co_filename == "<string>":  # such as the `__init__` of a dataclass, whose defaults are evaluated at import
+            file = self._files.get(str(frame.f_globals.get("__file__")))
+            if file is not None and self._test:
+                self.lines[file].setdefault(GENERATED, set()).add(self._test)
+        return None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
         file = self._files[frame.f_code.co_filename]
@@ -97,6 +108,7 @@ def run(request: Any) -> dict[str, object]:
 
 
 PATIENCE = 10.0
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def forked(request: Any) -> dict[str, object]:
@@ -105,6 +117,7 @@ def forked(request: Any) -> dict[str, object]:
         answer = Path(folder) / "answer"
         child = os.fork()
         if child == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in a separate group, it would survive the worker
             os.setpgid(0, 0)
             resource.setrlimit(resource.RLIMIT_CPU, (int(request["limit_s"]), int(request["limit_s"]) + 1))
             silence = os.open(os.devnull, os.O_RDWR)

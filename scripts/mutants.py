@@ -102,6 +102,8 @@ LAWS = {
         tests=(
             "tests/rollout",
             "tests/test_outages.py",
+            "tests/agent/test_provoked.py",
+            "tests/reward/test_audit.py",
             "tests/reward/test_scorer.py",
             "tests/failure/test_rate.py",
             "tests/test_causes.py",
@@ -392,6 +394,7 @@ class Session:
                         self.killers[_hash(mutant.source)] = killer
                     else:
                         alive.append((mutant, "" if tests else " (no test executes it)"))
+                        print(f"{name}: survives: {mutant.name}{alive[-1][1]}", file=sys.stderr, flush=True)
                     done = total - todo.qsize()
                     if done % 25 == 0 or done == total:
                         left = (time.monotonic() - began) / done * (total - done)

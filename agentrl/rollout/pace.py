@@ -96,7 +96,7 @@ class _History:
     def __init__(self) -> None:
         self._kept: list[tuple[float, float, float]] = []  # and the tokens
         self._stride, self._skipped = 1, 0
-        self._usual = (0.0, 0.0)
+        self._usual: tuple[float, float]  # set by the first call of `usual`
         self._newer = 0  # requests since it was computed
 
     def __len__(self) -> int:

@@ -59,7 +59,6 @@ class Requests:
     sampling: SamplingTime
     stalls: Stalls = field(default_factory=Stalls)  # of the driver's event loop, since the episode began here
     _cut: bool = False
-    _lost_before_s: float = 0.0  # the newest turn
     _version: int | None = None  # of the weights that sampled last, with whose cache the server computes
 
     @property
@@ -72,7 +71,7 @@ class Requests:
         return self._cut or self.left_s <= 0
 
     async def sample(
-        self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str, *, reads: int = 0
+        self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str, *, reads: int
     ) -> Completion:
         """A completion of at most `max_tokens`; its finish reason is `CUT` when the episode's time ended it.
 
@@ -87,11 +86,11 @@ class Requests:
             ServingError: the server failed.
         """
         made: Completion | None = None
-        self._lost_before_s = self.sampling.lost_s
+        lost_before_s = self.sampling.lost_s
         for number in count():  # each takes time, which ends
             ids = [] if made is None else list(made.token_ids)
             request = params(max_tokens - len(ids)), f"{name}.{number}" if number else name
-            part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads)
+            part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads, lost_before_s=lost_before_s)
             made = part if made is None else joined(made, part)
             if not made.token_ids and (newest := self.sampling.newest) is not None and newest.usual_s is not None:
                 reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # it had time to read the rest
@@ -104,10 +103,11 @@ class Requests:
             return made
         raise OutOfTime("the episode's time ended before the policy had sampled a token")
 
-    async def _part(self, token_ids: Sequence[int], params: SamplingParams, name: str, *, first: bool, reads: int) -> Completion:
+    async def _part(
+        self, token_ids: Sequence[int], params: SamplingParams, name: str, *, first: bool, reads: int, lost_before_s: float
+    ) -> Completion:
         left_s = self.left_s
         if left_s <= 0:
-            self._cut = True
             return NOTHING
         whole = bool(params.constraint)  # a continuing request does not know the grammar state of the request that was cut
         timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / PARTS)
@@ -127,7 +127,7 @@ class Requests:
             self.sampling.end(now(), reading)
         if cut and timeout_s >= left_s:
             self._cut = True
-        elif cut and self.sampling.lost_s - self._lost_before_s >= self.timeout_s:
+        elif cut and self.sampling.lost_s - lost_before_s >= self.timeout_s:
             raise SlowServer(f"request {name}: the server was slow for {self.timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
         return made
 
@@ -136,8 +136,8 @@ class Requests:
         """See `LiveEpisode.elsewhere`."""
         request, most, left_s = self.pace.begin(now()), at_most, min(within_s, max(0.0, self.left_s))
         usual_s = self.pace.usual_s(at_most, self.pace.in_flight, cut=True)
-        if usual_s is not None and SLOW * usual_s > left_s:
-            most = max(1, int(at_most * left_s / (SLOW * usual_s)))
+        if usual_s is not None:
+            most = max(1, min(at_most, int(at_most * left_s / (SLOW * usual_s))))
         asked = Elsewhere(most)
         self.sampling.begin(now())
         try:
@@ -164,7 +164,7 @@ class Requests:
             if self.pace.known:
                 kind, slow = SLOW_SERVER, f"the server was slow: requests that took over {SLOW:g} times the usual cost {lost_s:.1f} s"
             return infrastructure_fault("generate", kind, f"{slow}, of {spent}{figures}\n  fix: {ADVICE}", turn=turn)
-        other_s = max(0.0, self.limit_s - program_s - sampled_s - lost_s)
+        other_s = self.limit_s - program_s - sampled_s - lost_s
         message = f"the episode used up its {spent}, everything else {other_s:.1f} s (sandboxes {sandbox_s:.1f} s, including programs)"
         return infrastructure_fault("episode", WALL, f"{message}\n  fix: {ADVICE}, or sandbox.warm", turn=turn)
 
