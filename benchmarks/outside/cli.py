@@ -1,0 +1,111 @@
+"""Programs with a command line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from benchmarks.outside.program import LOOK, MEND, PROMPT, Program, Way, call, npm, pip
+
+_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+def mini_says(prompt: str, results: int) -> str:
+    texts = ("I look at the code first.", "The sum should be a product.", "The test passes.")
+    commands = (LOOK, MEND, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    return texts[min(results, 2)] + call("bash", command=commands[min(results, 2)])
+
+
+def codex_says(prompt: str, results: int) -> str:
+    if results >= 2:
+        return "area.py multiplies now, and the test passes."
+    command = (LOOK, MEND)[results]
+    if '"exec_command"' in prompt:
+        return call("exec_command", cmd=command)
+    return call("shell", command=["bash", "-c", command]) if '"shell"' in prompt else call("shell_command", command=command)
+
+
+def codex_leads(prompt: str, results: int) -> str:
+    """The main agent starts a sub-agent and waits for it. The sub-agent repairs the file."""
+    if PROMPT not in prompt:
+        return codex_says(prompt, results)
+    if results == 0:
+        return call("multi_agent_v1__spawn_agent", message="Look at area.py, mend it, and run python3 test_area.py until it passes.")
+    started = re.findall(_UUID, prompt.rpartition("<tool_response>")[2])
+    if results == 1 and started:
+        return call("multi_agent_v1__wait_agent", targets=started[:1], timeout_ms=120_000)
+    return "The other agent has mended area.py, and the test passes."
+
+
+def gptme_says(prompt: str, results: int) -> str:
+    if '"shell"' not in prompt:
+        return "Mending area.py"  # a title or a summary is requested
+    texts = ("I look at the code first.", "The sum should be a product.", "The test passes.")
+    commands = (call("shell", command=LOOK), call("shell", command=MEND), call("complete"))
+    return texts[min(results, 2)] + commands[min(results, 2)]
+
+
+_BINARY = "/opt/node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex"
+_CODEX_ONLY = dict.fromkeys(("chat", "chat-streamed"), "Codex has only `wire_api=responses`") | {"responses": "Codex always streams"}
+CODEX = Program(
+    name="codex",
+    version="@openai/codex 0.169.0",
+    install=npm("@openai/codex@0.169.0"),
+    ways=(
+        Way(
+            protocol="responses",
+            stream=True,
+            command=(
+                *(_BINARY, "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", "-m", "{model}"),
+                *("-c", "model_provider=gateway", "-c", "model_providers.gateway.name=gateway"),
+                *("-c", "model_providers.gateway.base_url={base_url}", "-c", "model_providers.gateway.env_key=OPENAI_API_KEY"),
+                *("-c", "model_providers.gateway.wire_api=responses", "-c", "web_search=disabled", "-"),
+            ),
+        ),
+    ),
+    says=codex_says,
+    absent=_CODEX_ONLY,
+)
+_MINI_ENVIRONMENT = {
+    "PYTHONPATH": "/opt/lib",
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+MINI = Program(
+    name="mini-swe-agent",
+    version="mini-swe-agent 2.4.6",
+    install=pip("mini-swe-agent==2.4.6", "litellm[mcp]==1.106.2"),  # litellm imports mcp at its first answer
+    ways=(
+        Way(
+            protocol="chat",
+            stream=False,
+            command=(
+                *("python3", "-m", "minisweagent", "-m", "openai/{model}", "-y", "--exit-immediately"),
+                *("-o", "/tmp/run.json", "-t", "{prompt}"),
+            ),
+            environment=_MINI_ENVIRONMENT,
+        ),
+    ),
+    says=mini_says,
+)
+GPTME = Program(
+    name="gptme",
+    version="gptme 0.35.1",
+    install=pip("gptme==0.35.1"),
+    ways=(
+        Way(
+            protocol="messages",
+            stream=True,
+            command=("python3", "-m", "gptme", "-n", "--model", "anthropic/{model}", "--tool-format", "tool", "--no-workspace", "{prompt}"),
+            environment={"PYTHONPATH": "/opt/lib", "XDG_DATA_HOME": "/tmp/data", "XDG_CONFIG_HOME": "/tmp/config", "GPTME_CHECK": "false"},
+        ),
+    ),
+    models=("policy", "claude-haiku-4-5"),
+    says=gptme_says,
+)
+SUB_AGENTS = replace(
+    CODEX, name="codex-sub-agents", version=f"{CODEX.version}, with a sub-agent", environment_of="codex", says=codex_leads, absent={}
+)
+PROGRAMS = (MINI, CODEX, SUB_AGENTS, GPTME)
