@@ -212,8 +212,8 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
 def _reason(cell: dict[str, Any], program: Program, way: Way, stdout: str) -> str:
     """Why a cell is not OK; empty if it is."""
     if not cell["test_passed"] or cell["exit"] != 0:
-        why = [*cell["errors"], *cell["failures"], cell["output"].strip()[-300:]]
-        return next(filter(None, why), f"ended with status {cell['exit']}")
+        last = cell["output"].strip().rpartition("\n")[2] or next(iter(cell["failures"]), "")
+        return next(iter(cell["errors"]), f"ended with status {cell['exit']}: {last[-300:]}")
     if program.prints not in stdout:
         return f"its output has no {program.prints!r}"
     if cell["exact_share"] != 1.0:
