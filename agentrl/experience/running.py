@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import zstandard
 
-from agentrl import codec, files
+from agentrl import codec, files, foreign
+from agentrl.database import unpacked
 from agentrl.records import MAX_SNAPSHOT_BYTES, EpisodeState, ScoredEpisode
 
 log = logging.getLogger(__name__)
@@ -78,13 +79,11 @@ class RunningEpisodes:
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
         try:
-            body = path.read_bytes()
-            if zstandard.frame_content_size(body) > MAX_BYTES:
-                raise ValueError("its content is larger than any that is written")
-            return codec.from_json(kind, zstandard.ZstdDecompressor().decompress(body))
+            body = foreign.content(path, most=MAX_BYTES, inside=self._folder)
+            return codec.from_json(kind, unpacked(body, most=MAX_BYTES))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, zstandard.ZstdError) as error:
+        except (OSError, ValueError) as error:
             aside = self._folder / f"damaged-{path.parent.name}-{path.name}"
             log.warning("%s is damaged and put aside as %s; the episode starts afresh: %s", path, aside.name, str(error)[:200])
             path.replace(aside)

@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
 from agentrl import codec, parts
-from agentrl.database import connect, enter_wal, make_tables, pragma, transaction, unpacked, within
+from agentrl.database import connect, enter_wal, make_tables, packed, pragma, transaction, unpacked, within
 from agentrl.errors import StoreError
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import Recipe
@@ -64,7 +62,7 @@ class SqliteStore:
             raise
 
     def put(self, group: Group) -> bool:
-        body = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(codec.to_json(group))
+        body = packed(codec.to_json(group))
         row = (group.index, group.task_id, time.time(), body)
         with self._transaction() as db:
             return db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?)", row).rowcount == 1

@@ -19,10 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
 from agentrl import codec, foreign
-from agentrl.database import NotOurs, check_files, enter_wal, make_tables, pragma, protect, transaction, unpacked, within
+from agentrl.database import NotOurs, check_files, enter_wal, make_tables, packed, pragma, protect, transaction, unpacked, within
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
@@ -31,6 +29,7 @@ from agentrl.failure.triage import name_of
 FILE = "failures/traces.sqlite"
 LARGEST = 32 << 20
 """Bytes of JSON of one trace; a larger one is counted, and not kept."""
+_LARGEST_TASK = 4 * LARGEST  # bytes of JSON of its task
 _APPLICATION_ID = 0x41475254  # "AGRT"
 _SCHEMA_VERSION = 1
 _BY_A_PERSON = '%"by":"person:%'  # a tag in JSON
@@ -172,7 +171,7 @@ class Collection:
         try:
             text = unpacked(body, most=4 * LARGEST)[:-1] + b',"tags":' + str(tags).encode()
             if task is not None:
-                text += b',"task":' + unpacked(task, most=4 * LARGEST)
+                text += b',"task":' + unpacked(task, most=_LARGEST_TASK)
             return codec.from_json(Trace, text + b"}")
         except ValueError as error:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
@@ -245,15 +244,15 @@ class Collection:
 
     def _put(self, db: sqlite3.Connection, trace: Trace) -> bool:
         body, size = _packed(trace)
-        phase = trace.phase
-        if size > LARGEST or self._keep == 0:
+        phase, task = trace.phase, trace.task
+        frozen = b"" if task is None else codec.to_json(task)
+        if size > LARGEST or len(frozen) > _LARGEST_TASK or self._keep == 0:
             _drop(db, phase, 1)
             return False
         self._remove(db, "id = ?", trace.id)
-        task = trace.task
         key = "" if trace.episode is None else trace.episode.task_key
         if task is not None and not db.execute("SELECT 1 FROM tasks WHERE key = ?", (key,)).fetchone():
-            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, _compressed(codec.to_json(task))))
+            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, packed(frozen)))
         row = {
             "id": trace.id,
             "phase": phase,
@@ -370,11 +369,7 @@ def _packed(trace: Trace) -> tuple[bytes, int]:
     """A trace without task and tags, compressed, and its size before. What is read back is put together as JSON, and validated whole."""
     named = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
     text = codec.to_json({name: getattr(trace, name) for name in named} | {"format": FORMAT})
-    return (_compressed(text), len(text)) if len(text) <= LARGEST else (b"", len(text))
-
-
-def _compressed(text: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
+    return (packed(text), len(text)) if len(text) <= LARGEST else (b"", len(text))
 
 
 def _add_count(db: sqlite3.Connection, count: Count) -> None:

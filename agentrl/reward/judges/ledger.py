@@ -155,7 +155,7 @@ class Ledger:
     def total(self) -> Spent:
         """Of all judges together."""
         row = self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ())
-        return Spent(**self._figures([value or 0 for value in row or (0,) * len(_NAMES)]))
+        return Spent(**self._figures([0 if value is None else value for value in row or (0,) * len(_NAMES)]))
 
     def _figures(self, row: Sequence[object]) -> dict[str, Any]:
         """Figures by name. Raises `StoreError` for values of other types, because SQLite stores any."""
