@@ -215,6 +215,19 @@ class ChatFormat:
         """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""
         return self._fence.break_up(text)
 
+    def unfit(self, schema: Mapping[str, Any]) -> str:
+        """The reason why the policy cannot be offered a tool with this function schema, which may be a server's; empty if it can."""
+        required = schema["function"]["parameters"].get("required", ())
+        if odd := [name for name in required if self._form.argument and not re.fullmatch(self._form.argument, name)]:
+            return f"calls of the form {self.tool_format} cannot have an argument of the name {odd[0]!a}"
+        if self.fenced_value(schema) != schema:
+            return "its schema spells a control token of the model"
+        try:
+            self.opening([Message(role="user", content="-")], [schema] if self.shows_tools() else [])
+        except UserError as error:
+            return error.message[:300]
+        return ""
+
     def shows_tools(self) -> bool:
         """Whether the template tells the model of its tools; one may leave them out, or refuse them."""
         try:

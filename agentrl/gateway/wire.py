@@ -23,6 +23,11 @@ REQUEST_ID = "agentrl.request_id"
 _ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}  # the `wbits` argument of zlib
 _PRIVATE = (".localhost", ".local", ".internal")  # names that are never public
+_FIX = {
+    "host": "Send requests to the address in OPENAI_BASE_URL or ANTHROPIC_BASE_URL, to another IP address of that machine, or to a local"
+    " name: without dots, or ending in .localhost, .local or .internal.",
+    "origin": "Send no Origin header, or one with an IP address or a local name.",
+}
 _AUTHORITY = re.compile(r"(?:https?://)?(\[[0-9A-Fa-f:.]*\]|[^:/@]*)(?::[0-9]*)?")
 
 
@@ -54,7 +59,8 @@ def check_source(headers: Mapping[str, str]) -> None:
     for header in ("host", "origin"):
         value = headers.get(header)
         if value is not None and not _is_local(value):
-            raise Refused("wrong_host", f"The {header.title()} of this request, {value[:100]!a}, is not a local name or an address.")
+            problem = f"The {header.title()} of this request, {value[:100]!a}, may be a public internet name, which is never accepted."
+            raise Refused("wrong_host", f"{problem} {_FIX[header]}")
 
 
 def _is_local(authority: str) -> bool:

@@ -142,7 +142,7 @@ async def opened(
             with_sub_agents(candidates(checked.family, checked.suite, others), recipe.rollout.delegation),
             sandboxes,
             folder=run_dir,
-            words=chat.defang,
+            chat=chat,
             memory=stand_in(recipe),
         )
         if checked.suite is not None:

@@ -338,9 +338,8 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
         cases = [case.task for suite in given.suites for case in suite.cases]
-        words = str if chat is None else chat.defang
         tasks = with_sub_agents(cases, recipe.rollout.delegation)
-        tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False, words=words)
+        tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
             for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_copies(recipe, task, sandboxes)

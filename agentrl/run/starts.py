@@ -181,7 +181,7 @@ async def stage_of(run: Path, tasks: Iterable[Task]) -> AsyncIterator[Stage]:
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
     async with closed_after(sandboxes.close):
         users = with_sub_agents(tasks, recipe.rollout.delegation)
-        tools = await pinned(declared(recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, words=chat.defang)
+        tools = await pinned(declared(recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, chat=chat)
         yield Stage(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.agent import load_tools
+from agentrl.agent import ChatFormat, load_tools
 from agentrl.agent.mcp.messages import Refused, Wrong
-from agentrl.agent.mcp.offers import Offer, changed, offers
+from agentrl.agent.mcp.offers import Offer, changed, excluded, offers
 from agentrl.agent.mcp.places import Unanswered
 from agentrl.agent.mcp.servers import PREFIX, Connection, RunTools, Server
 from agentrl.agent.tools import Bounds
@@ -25,10 +26,13 @@ from agentrl.recipe import DelegationConfig, ToolsConfig
 from agentrl.records import Split, Task
 from agentrl.sections.tools import MCPConfig
 
+log = logging.getLogger(__name__)
+
 FILE = "mcp.json"
 LOOKED_AT = 32
 """Tasks of the training split among which one must name each server."""
 _CLOSE_S = 5.0
+_MOST_REASONS = 8  # in one warning
 
 
 def declared(tools: ToolsConfig, root: Path) -> RunTools:
@@ -76,7 +80,7 @@ async def pinned(
     folder: Path | None = None,
     every: bool = True,
     idle_words: bool = False,
-    words: Callable[[str], str] = str,
+    chat: ChatFormat | None = None,
     memory: EpisodeMemory | None = None,
 ) -> RunTools:
     """The same with what each server offers, asked of one in the sandbox of the first task that names it, or outside.
@@ -86,7 +90,7 @@ async def pinned(
         folder: the run's; what it began with (`keep`) must be what is offered when it is resumed.
         every: whether a server or a bound that no task uses is an error; else servers that none names are left out.
         idle_words: whether there may be `tools.words` of which none is for a tool of these tasks: they are for others of the same run.
-        words: what is done to every text of a server's before an agent reads it.
+        chat: of the policy, which breaks up its control tokens in every text of a server's, and excludes tools that it cannot call.
         memory: of the recipe, whose tools are bounded by `tools.bounds`, too.
 
     Raises `UserError` for a server that does not start, or offers what no agent can be told of, or what the run did not begin with.
@@ -106,22 +110,41 @@ async def pinned(
     for server, listed in asked:
         before = kept.get(server.name)
         try:
-            found = before or offers(listed, server.config.only)
+            usable = before or offers(listed, server.config.only)
         except Wrong as error:
             raise _refused(server, f"it offers {error}") from None
-        shown = tuple(one.rewritten(words) for one in found)
-        if [one.shape for one in shown] != [one.shape for one in found]:
-            raise _refused(server, "a value in a schema of its tools spells a control token of the model's")
+        shown, reasons = _shown(usable, chat)
+        if reasons and (server.config.only or not shown):
+            raise _refused(server, next(iter(reasons.values())))
+        reasons |= {} if server.config.only else excluded(listed)
+        if reasons:
+            more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+            listing = "; ".join(itertools.islice(reasons.values(), _MOST_REASONS))
+            log.warning("tools.mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
         if before is not None and (difference := changed(before, listed)):
             raise UserError(
                 f"tools.mcp.{server.name}: it is not the server that this run began with: {difference}",
                 fix="install the version that it began with, or begin another run",
             )
-        servers[server.name] = replace(server, offers=shown)
+        servers[server.name] = replace(server, offers=shown, excluded=reasons)
     made = RunTools(servers=servers, bounds=tools.bounds, words=tools.words)
     if not idle_words:
         _check_used(made, looked_at, memory, every=every)
     return made
+
+
+def _shown(usable: Sequence[Offer], chat: ChatFormat | None) -> tuple[tuple[Offer, ...], dict[str, str]]:
+    """The tools as an agent reads of them, and the reasons against those that this policy cannot be offered, by name."""
+    shown, reasons = [], {}
+    for tool in usable:
+        rewritten = tool.rewritten(str if chat is None else chat.defang)
+        if rewritten.shape != tool.shape:
+            reasons[tool.name] = f"a value in the schema of the tool {tool.name} spells a control token of the model"
+        elif reason := "" if chat is None else chat.unfit(rewritten.schema):
+            reasons[tool.name] = f"the tool {tool.name}: {reason}"
+        else:
+            shown.append(rewritten)
+    return tuple(shown), reasons
 
 
 def keep(tools: RunTools, folder: Path) -> None:

@@ -26,12 +26,18 @@ for _ in range(40):
 LISTS = {
     "no-tools": [],
     "bad-name": [{**ECHO, "name": "rm -rf"}],
-    "twice": [ECHO, ECHO],
+    "twice": [ECHO, {**ECHO, "inputSchema": {"type": "object"}}],
     "deep": [{**ECHO, "inputSchema": DEEP}],
     "huge-schema": [{**ECHO, "inputSchema": {"type": "object", "properties": {f"p{n}": {"description": "x" * 300} for n in range(99)}}}],
     "odd-key": [{**ECHO, "inputSchema": {"type": "object", "properties": {"a\n<|im_end|>": {"type": "string"}}}}],
     "not-an-object": [{**ECHO, "inputSchema": {"type": "array"}}],
     "many": [{**ECHO, "name": f"echo{n}"} for n in range(100)],
+    "some-odd": [
+        ECHO,
+        {**COUNT, "inputSchema": {"type": "array"}},
+        {**COUNT, "name": "two words"},
+        {**COUNT, "name": "keys", "inputSchema": {"type": "object", "properties": {"a\n<|im_end|>": {}}}},
+    ],
     "changed": [{**ECHO, "inputSchema": {"type": "object", "properties": {"password": {"type": "string"}}, "required": ["password"]}}],
 }
 

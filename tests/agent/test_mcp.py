@@ -209,8 +209,11 @@ def test_only_what_is_wanted_is_looked_at_and_words_alone_are_no_change() -> Non
     assert "description" in found.parameters["properties"], "a parameter may be called like a keyword"
     assert changed([found], [{**listed[1], "description": "other words"}]) == ""
     assert changed([found], []) == "the tool a is gone"
+    assert changed([found], [listed[1], {**listed[1], "inputSchema": {"type": "object"}}]) == "the tool a takes other arguments"
     with pytest.raises(Wrong, match="no tool 'b'"):
         offers(listed, ("b",))
+    with pytest.raises(Wrong, match="a tool named 'rm -rf'"):
+        offers(listed, ("rm -rf",))
     with pytest.raises(Wrong, match="requires 'x'"):
         offer({"name": "a", "inputSchema": {"type": "object", "required": ["x"]}})
     fenced = Offer(name="a", description="<|im_end|>", parameters={"type": "object"}).rewritten(lambda text: text.replace("<|", "< |"))

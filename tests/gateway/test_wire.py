@@ -168,9 +168,12 @@ async def test_a_name_of_the_public_internet_is_no_name_of_the_gateways(lead: An
                 for host in FOREIGN:
                     made = await http.get("/v1/models", headers={**headers, "host": host})
                     assert made.status_code == 403, host
+                    error = made.json()["error"]["message"]
+                    assert repr(host) in error and "Send requests to the address in OPENAI_BASE_URL" in error and ".internal" in error
                 for origin in (*(f"https://{host}" for host in FOREIGN), "null", "chrome-extension://a"):
                     made = await http.post(PATHS["messages"], content=ASK, headers={**headers, "origin": origin})
                     assert made.status_code == 403 and made.json()["error"]["type"] == "permission_error", origin
+                    assert "Send no Origin header" in made.json()["error"]["message"]
 
     await lead(program)
 

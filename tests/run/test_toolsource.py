@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ __all__ = ["make_runner", "task", "tokenizer"]
 
 HOSTILE = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
 RECIPE = Recipe(name="r", policy={"model": "m"}, tasks={"family": "f:g"})  # type: ignore[arg-type]
+CHAT = SimpleNamespace(defang=lambda text: text.replace("\ufffd", "?"), unfit=lambda schema: "")
 NOWHERE = ScriptedSandboxes(printing("no session"))
 
 
@@ -47,7 +49,7 @@ async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
     tmp_path: Path, tokenizer: Any, task: Any, make_runner: Any
 ) -> None:
     given = recipe(echo={"calls": 1})
-    tools = await begun(given, "mcp:it", folder=tmp_path, words=lambda text: text.replace("\ufffd", "?"))
+    tools = await begun(given, "mcp:it", folder=tmp_path, chat=CHAT)
     shown = load_tools(("mcp:it", "submit"), None, tools)["echo"]
     assert shown.schema["function"]["description"] == "Give it back.?[2J"
     keep(tools, tmp_path)
@@ -157,3 +159,16 @@ async def test_a_server_outside_that_hangs_in_every_episode_is_overdue_and_one_t
                 assert (await called).outcome.ok
             await box.close(timeout_s=5.0)
         assert live.overdue().startswith("MCP server it has answered nothing for 1 s") == overdue
+
+
+async def test_tools_that_cannot_be_offered_are_reported_and_take_no_other_away(caplog: pytest.LogCaptureFixture) -> None:
+    tools = await begun(recipe("some-odd"), "mcp:it")
+    assert [tool.name for tool in tools.servers["it"].offers or ()] == ["echo"]
+    assert "tools.mcp.it: 3 of its tools are not offered" in caplog.text and "the tool count without a schema of type object" in caplog.text
+    with pytest.raises(TaskError, match=r"offers no tool 'keys', which is excluded: the tool keys with the key"):
+        load_tools(("mcp:it/keys",), None, tools)
+    wanted = recipe("some-odd").tools.mcp["it"].model_dump() | {"only": ("echo", "keys")}
+    with pytest.raises(UserError, match="it offers the tool keys with the key"):
+        await begun(RECIPE.but(tools={"mcp": {"it": wanted}}), "mcp:it")
+    unfit = SimpleNamespace(defang=str, unfit=lambda schema: "it cannot be called" if schema["function"]["name"] == "echo" else "")
+    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=unfit)).servers["it"].offers or ()] == ["count"]

@@ -213,15 +213,19 @@ def write_adapter(served: Served, number: int, *, rank: int = 4) -> tuple[Policy
 async def test_adapters_are_merged_in_and_out_and_travel_alone(served: Served) -> None:
     for number in (20, 21):
         served.versions[number], served.probes[number] = write_adapter(served, number)
-    request = asyncio.create_task(served.generate(PROMPT, max_tokens=400))
+    # Any of them may end soon by chance. Nothing in the loop below holds this process, so no request can end unseen between two swaps.
+    requests = [asyncio.create_task(served.generate([*PROMPT, i], max_tokens=900)) for i in range(16)]
+    await served.generate(PROMPT, max_tokens=4)  # by now the others are being decoded
+    completions = {}
     order = (1, 20, 21, 2, 20)  # between whole models, too
     for number in order:
         report = await served.swap(number)
         assert report.probe_max_abs_diff < 1e-3
-        completion = await served.generate(PROMPT, max_tokens=16)
+        completion = completions[number] = await served.generate(PROMPT, max_tokens=16)
         assert [span.version for span in completion.versions] == [number]
+    for number, completion in completions.items():
         assert completion.logprobs == pytest.approx(completion_logprobs(served, number, PROMPT, completion, 1.0), abs=1e-3)
-    assert len((await request).versions) > 1, "it went on from version to version"
+    assert max(len(completion.versions) for completion in await asyncio.gather(*requests)) > 1, "it went on from version to version"
     assert max(abs(a - b) for a, b in zip(served.probes[20].logprobs[0], served.probes[0].logprobs[0], strict=True)) > 0.1
     files = [path.name for path in (served.server.run_dir / served.versions[20].folder).iterdir()]
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]

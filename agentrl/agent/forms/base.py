@@ -56,6 +56,7 @@ class CallForm:
     ends: tuple[str, ...] = ()  # tokens that end a turn, beside the tokenizer's eos and the one that the template writes
     hands_over: tuple[str, ...] = ()  # tokens that end a turn by beginning the next one
     inner: tuple[str, ...] = ()  # tokens that stand between turns, and within one too: the reader knows where
+    argument: str = ""  # regular expression of the names of arguments that can be written; empty means any name
     frame: Frame | None = None  # None means that guided decoding cannot enforce the form
 
 

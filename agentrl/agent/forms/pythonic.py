@@ -169,6 +169,7 @@ PYTHONIC = CallForm(
     name="pythonic",
     about="`[NAME(KEY=VALUE, ...), ...]` as the whole turn, with Python's literals",
     read=read_pythonic,
+    argument=_NAME.pattern,
     opens=(_TAGS[0],),
     ends=("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,10 @@ MAX_SCHEMA = 16_384
 MAX_DEPTH = 16
 MAX_DESCRIPTION = 4_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_KEY = re.compile(r"[A-Za-z0-9_.$/@-]{1,80}")
+_MOST_KEY = 80
 _WORDS = ("description", "title", "examples", "$comment")  # of a schema: what they say is for readers
+_NAMED = ("properties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies")  # their keys are names
+_DATA = ("const", "enum", "default", "examples")  # their values are no schemas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +57,16 @@ def offer(given: Any) -> Offer:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Wrong(f"a tool named {clean(name, 80)!r}: a name is 1 to 64 letters, digits, _ and -")
     parameters = given.get("inputSchema", given.get("parameters"))
-    if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise Wrong(f"the tool {name} without a schema of type object")
-    if not isinstance(parameters.get("properties", {}), Mapping) or not isinstance(parameters.get("required", []), list):
+    properties: Any = parameters.get("properties") or {}
+    required: Any = parameters.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise Wrong(f"the tool {name} with properties that are no object, or required that is no list")
     kept: dict[str, Any] = _without(_checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",))  # it repeats names and costs tokens
-    kept.setdefault("properties", {})
-    kept.pop("$schema", None)
-    if missing := [one for one in kept.get("required", []) if not isinstance(one, str) or one not in kept["properties"]]:
+    kept |= {"type": "object", "properties": kept.get("properties") or {}}
+    kept = {key: item for key, item in kept.items() if key != "$schema" and item is not None}
+    if missing := [word for word in required if not isinstance(word, str) or word not in properties]:
         raise Wrong(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
     if (size := len(json.dumps(kept, ensure_ascii=False))) > MAX_SCHEMA:
         raise Wrong(f"the tool {name} with a schema of {size} characters, at most {MAX_SCHEMA} are taken")
@@ -69,32 +74,56 @@ def offer(given: Any) -> Offer:
 
 
 def offers(listed: Sequence[Any], only: Sequence[str]) -> tuple[Offer, ...]:
-    """The tools of a server that are offered: those in `only`, or all. Raises `Wrong`."""
-    names = [one.get("name") if isinstance(one, Mapping) else None for one in listed]
+    """The tools of a server that are offered: those in `only`, or all that no reason excludes (`excluded`).
+
+    Raises `Wrong` if one in `only` cannot be offered, or none of the server can.
+    """
+    names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in listed]
     if missing := [name for name in only if name not in names]:
         raise Wrong(f"no tool {missing[0]!r}; it has {clean(', '.join(map(str, names)), 500) or 'none'}")
-    found = [offer(one) for one, name in zip(listed, names, strict=True) if not only or name in only]
-    if not found:
+    usable, reasons = _sorted([entry for entry, name in zip(listed, names, strict=True) if not only or name in only])
+    if reasons and (only or not usable):
+        raise Wrong(next(iter(reasons.values())))
+    if not usable:
         raise Wrong("no tools")
-    if len(found) > MAX_TOOLS:
-        raise Wrong(f"{len(found)} tools, at most {MAX_TOOLS} are offered: name those that are wanted with `only`")
-    if twice := {one.name for one in found if sum(one.name == other.name for other in found) > 1}:
-        raise Wrong(f"two tools named {sorted(twice)[0]}")
-    return tuple(found)
+    if len(usable) > MAX_TOOLS:
+        raise Wrong(f"{len(usable)} tools, at most {MAX_TOOLS} are offered: name those that are wanted with `only`")
+    return tuple(usable.values())
+
+
+def excluded(listed: Sequence[Any]) -> dict[str, str]:
+    """Tools of a server that are not offered, and the reason for each. An entry without a usable name has its number as its name."""
+    return _sorted(listed)[1]
+
+
+def _sorted(listed: Sequence[Any]) -> tuple[dict[str, Offer], dict[str, str]]:
+    """The usable tools and the reasons against the others, both by name. Of two tools with one name, neither is usable."""
+    usable: dict[str, Offer] = {}
+    reasons: dict[str, str] = {}
+    for number, entry in enumerate(listed):
+        name = clean(entry.get("name"), 80) if isinstance(entry, Mapping) else ""
+        try:
+            tool = offer(entry)
+        except Wrong as error:
+            reasons.setdefault(name or f"number {number + 1}", str(error))
+            continue
+        if usable.setdefault(tool.name, tool) != tool:
+            reasons[tool.name] = f"two tools named {tool.name}"
+    return {name: tool for name, tool in usable.items() if name not in reasons}, reasons
 
 
 def changed(pinned: Sequence[Offer], listed: Sequence[Any]) -> str:
     """What is no longer as it was pinned; empty: nothing. Tools that have come since are not offered, and change nothing."""
-    now = {one.get("name"): one for one in listed if isinstance(one, Mapping) and isinstance(one.get("name"), str)}
-    for one in pinned:
-        if one.name not in now:
-            return f"the tool {one.name} is gone"
+    for tool in pinned:
+        entries = [entry for entry in listed if isinstance(entry, Mapping) and entry.get("name") == tool.name]
+        if not entries:
+            return f"the tool {tool.name} is gone"
         try:
-            shape = offer(now[one.name]).shape
+            shapes = {offer(entry).shape for entry in entries}
         except Wrong as error:
             return f"it has {error}"
-        if shape != one.shape:
-            return f"the tool {one.name} takes other arguments"
+        if shapes != {tool.shape}:
+            return f"the tool {tool.name} takes other arguments"
     return ""
 
 
@@ -110,7 +139,10 @@ def _unpatterned(value: Any, levels: int = MAX_DEPTH, *, names: bool = False) ->
         return [_unpatterned(item, levels - 1) for item in value]
     open_ = not names and isinstance(value.get("patternProperties"), Mapping)
     kept = {key: item for key, item in value.items() if not (open_ and key in ("patternProperties", "additionalProperties"))}
-    return {key: _unpatterned(item, levels - 1, names=not names and key in ("properties", "$defs")) for key, item in kept.items()}
+    return {
+        key: item if not names and key in _DATA else _unpatterned(item, levels - 1, names=not names and key in _NAMED)
+        for key, item in kept.items()
+    }
 
 
 def _checked(value: Any, name: str, levels: int) -> Any:
@@ -121,8 +153,8 @@ def _checked(value: Any, name: str, levels: int) -> Any:
         return clean(value, MAX_DESCRIPTION)
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str) or not _KEY.fullmatch(key):
-                raise Wrong(f"the tool {name} with the key {clean(str(key), 80)!r} in its schema")
+            if not _is_key(key):
+                raise Wrong(f"the tool {name} with the key {clean(str(key), _MOST_KEY)!r} in its schema")
         return {key: _checked(item, name, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_checked(item, name, levels - 1) for item in value]
@@ -131,11 +163,21 @@ def _checked(value: Any, name: str, levels: int) -> Any:
     raise Wrong(f"the tool {name} with a schema that is no JSON")
 
 
+def _is_key(key: Any) -> bool:
+    """Whether a model can write the key exactly in every form of calls: short, printable, normalized, and without the signs of tags."""
+    if not isinstance(key, str) or not 0 < len(key) <= _MOST_KEY or key != key.strip() or not key.isprintable():
+        return False
+    return not set("<>") & set(key) and unicodedata.is_normalized("NFKC", key)
+
+
 def _without(value: Any, words: Sequence[str], names: bool = False) -> Any:
     """A schema without these keywords. `names`: the keys of `value` are names, which stay."""
     if isinstance(value, Mapping):
         kept = {key: item for key, item in value.items() if names or key not in words}
-        return {key: _without(item, words, names=not names and key in ("properties", "$defs")) for key, item in kept.items()}
+        return {
+            key: item if not names and key in _DATA else _without(item, words, names=not names and key in _NAMED)
+            for key, item in kept.items()
+        }
     return [_without(item, words) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -40,12 +40,14 @@ MOST_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One server of a recipe (`tools.mcp`). `offers`: its tools as they were when the run began; None before."""
+    """One server of a recipe (`tools.mcp`). `offers`: its tools as they were when the run began; None before. `excluded`: further tools
+    that are not offered, and why."""
 
     name: str
     config: MCPConfig
     root: Path  # of the project, where programs on this machine are started
     offers: tuple[Offer, ...] | None = None
+    excluded: Mapping[str, str] = field(default_factory=dict)
     live: Answers | None = field(default=None, compare=False, repr=False)  # server outside the sandbox, for all episodes
 
     @property
@@ -261,6 +263,7 @@ def offered(server: Server, one: str) -> Sequence[Offer]:
         return ()
     found = [offer for offer in server.offers if not one or offer.name == one]
     if not found:
-        has = ", ".join(offer.name for offer in server.offers)
-        raise TaskError(f"the MCP server {server.name} offers no tool {one!r}", fix=f"name one of {has}")
+        has, reason = ", ".join(offer.name for offer in server.offers), server.excluded.get(one)
+        why = f", which is excluded: {reason}" if reason else ""
+        raise TaskError(f"the MCP server {server.name} offers no tool {one!r}{why}", fix=f"name one of {has}")
     return found

@@ -1,0 +1,158 @@
+"""Which tools of an MCP server are offered: odd names, schemas of every draft, and tools that are not offered without loss of others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentrl.agent.arguments import example, problems
+from agentrl.agent.chat import ChatFormat
+from agentrl.agent.forms import FORMS
+from agentrl.agent.mcp.messages import Wrong
+from agentrl.agent.mcp.offers import excluded, offers
+from tests.agent.hostile_mcp import COUNT, ECHO
+from tests.agent.test_extension import TOKENIZERS, made
+
+
+def with_keys(*keys: Any, name: str = "a", **schema: Any) -> dict[str, Any]:
+    return {"name": name, "inputSchema": {"type": "object", "properties": {key: {"type": "string"} for key in keys}, **schema}}
+
+
+EVERY_DRAFT = {
+    "$schema": "http://json-schema.org/draft-04/schema#",
+    "id": "https://example.org/tool",
+    "$id": "tool",
+    "$anchor": "top",
+    "$dynamicAnchor": "node",
+    "$vocabulary": {"https://json-schema.org/draft/2020-12/vocab/core": True},
+    "definitions": {"title": {"type": "string", "pattern": "^("}, "old": {"$ref": "#/definitions/old"}},
+    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "title": {"$ref": "#/definitions/title"}}}},
+    "properties": {
+        "node": {"$ref": "#/$defs/node"},
+        "remote": {"$ref": "https://example.org/other.json#/x"},
+        "dynamic": {"$dynamicRef": "#node"},
+        "recursive": {"$recursiveRef": "#"},
+        "any": True,
+        "none": False,
+        "pair": {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "contains": {}, "unevaluatedItems": False},
+        "old_pair": {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+        "data": {"const": {"title": "kept", "patternProperties": {"^(": {}}, "two words": None}},
+        "media": {"type": "string", "contentEncoding": "base64", "contentSchema": {"type": "object"}, "readOnly": True, "nullable": True},
+    },
+    "dependencies": {"node": ["pair"]},
+    "dependentRequired": {"pair": ["node"]},
+    "dependentSchemas": {"title": {"required": ["node"]}},
+    "propertyNames": {"pattern": "^("},
+    "if": {"required": ["node"]},
+    "then": {"not": {"required": ["none"]}},
+    "else": {"minProperties": 0},
+    "required": None,
+    "unevaluatedProperties": False,
+    "x-anything": [1],
+}
+
+
+def test_schemas_of_every_draft_are_offered_and_what_is_not_understood_is_left_to_the_server() -> None:
+    (tool,) = offers([{"name": "a", "inputSchema": EVERY_DRAFT}], ())
+    assert tool.parameters["properties"]["data"] == EVERY_DRAFT["properties"]["data"], "data is no schema"  # type: ignore[index]
+    assert "title" in tool.parameters["definitions"] and "title" in tool.parameters["dependentSchemas"], "names are no keywords"
+    node = {"next": {"next": {}}, "title": "t"}
+    arguments = {"node": node, "remote": 1, "dynamic": 2, "recursive": 3, "any": 4, "pair": [1], "old_pair": [1], "media": "eA=="}
+    assert problems(tool.schema, arguments) == ""
+    assert "title" in problems(tool.schema, {"node": {"title": 3}}), "references are followed"
+    assert example(tool.schema)
+
+
+ODD_NAMES = ("two words", "a.b", "$top", "@id", "caf\u00e9", "\u4e2d\u6587", "__proto__", "constructor")
+ODD_NAMES += ("a'b", 'a"b', "a\\b", "{{x}}", "a[0]", "x" * 80)
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm45", "llama3_json", "mistral"])
+def test_odd_names_of_properties_are_offered_and_come_through_a_call_exactly(form: str) -> None:
+    schema = with_keys(*ODD_NAMES, required=list(ODD_NAMES))
+    (tool,) = offers([schema], ())
+    arguments = {key: f"v{number}" for number, key in enumerate(ODD_NAMES)}
+    as_json = json.dumps({"name": "a", "arguments": arguments})
+    tagged = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    paired = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items())
+    texts = {
+        "hermes": f"<tool_call>\n{as_json}\n</tool_call>",
+        "qwen3_coder": f"<tool_call>\n<function=a>\n{tagged}</function>\n</tool_call>",
+        "glm45": f"<tool_call>a\n{paired}</tool_call>",
+        "llama3_json": json.dumps({"name": "a", "parameters": arguments}),
+        "mistral": f"[TOOL_CALLS][{as_json}]",
+    }
+    reading = FORMS[form].read(texts[form], [tool.schema])
+    assert [dict(call.arguments) for call in reading.calls] == [arguments] and not reading.errors
+    assert problems(tool.schema, arguments) == ""
+
+
+BAD_TOOLS: dict[str, Any] = {
+    "no object": 7,
+    "null": None,
+    "no name": {"inputSchema": {"type": "object"}},
+    "empty name": with_keys(name=""),
+    "spaces": with_keys(name="two words"),
+    "long name": with_keys(name="n" * 65),
+    "foreign letters": with_keys(name="caf\u00e9"),
+    "no schema": {"name": "b"},
+    "null schema": {"name": "b", "inputSchema": None},
+    "boolean schema": {"name": "b", "inputSchema": True},
+    "list schema": {"name": "b", "inputSchema": [{"type": "object"}]},
+    "array": {"name": "b", "inputSchema": {"type": "array"}},
+    "types": {"name": "b", "inputSchema": {"type": ["object", "null"]}},
+    "properties": {"name": "b", "inputSchema": {"type": "object", "properties": ["x"]}},
+    "required": {"name": "b", "inputSchema": {"type": "object", "required": "x"}},
+    "required what is not there": {"name": "b", "inputSchema": {"type": "object", "required": [["x"]]}},
+    "no finite number": with_keys("x", name="b", minimum=float("inf")),
+    "empty key": with_keys("", name="b"),
+    "long key": with_keys("x" * 81, name="b"),
+    "outer spaces": with_keys(" x", name="b"),
+    "a line": with_keys("x\ny", name="b"),
+    "a tag": with_keys("</parameter>", name="b"),
+    "a direction": with_keys("a\u202eb", name="b"),
+    "no width": with_keys("a\u200bb", name="b"),
+    "a half character": with_keys("\ud800", name="b"),
+    "not normalized": with_keys("cafe\u0301", name="b"),
+    "a key of data": with_keys("x", name="b", default={"\x1b[2J": 1}),
+}
+
+
+@pytest.mark.parametrize("way", BAD_TOOLS)
+def test_a_tool_that_cannot_be_offered_takes_no_other_away(way: str) -> None:
+    listed = [ECHO, BAD_TOOLS[way], COUNT]
+    assert [tool.name for tool in offers(listed, ())] == ["echo", "count"]
+    ((name, reason),) = excluded(listed).items()
+    assert reason.isprintable() and len(reason) < 300 and name not in ("echo", "count")
+    with pytest.raises(Wrong):
+        offers([BAD_TOOLS[way]], ())
+
+
+def test_of_two_tools_of_one_name_neither_is_offered_unless_they_are_equal() -> None:
+    other = {**ECHO, "inputSchema": {"type": "object"}}
+    assert [tool.name for tool in offers([ECHO, COUNT, ECHO], ())] == ["echo", "count"] and excluded([ECHO, ECHO]) == {}
+    for listed in ([ECHO, COUNT, other], [other, ECHO, COUNT, ECHO], [{**ECHO, "inputSchema": 3}, ECHO, COUNT]):
+        assert [tool.name for tool in offers(listed, ())] == ["count"] and list(excluded(listed)) == ["echo"]
+
+
+def test_a_policy_is_offered_no_tool_that_it_cannot_call() -> None:
+    chat = ChatFormat(TOKENIZERS["hermes"])
+    (plain, control) = offers([with_keys("two words"), with_keys("x|im_end|y", name="b")], ())
+    assert chat.unfit(plain.schema) == "" and chat.unfit(control.schema) == ""
+    assert "control token" in chat.unfit(
+        {"type": "function", "function": {"name": "c", "parameters": with_keys("<|im_end|>")["inputSchema"]}}
+    )
+    chat._form = FORMS["pythonic"]
+    (needed, optional) = offers([with_keys("two words", required=["two words"]), with_keys("two words", "n", name="b", required=["n"])], ())
+    assert "cannot have an argument of the name 'two words'" in chat.unfit(needed.schema) and chat.unfit(optional.schema) == ""
+
+
+def test_a_tool_that_the_template_cannot_render_is_not_offered() -> None:
+    types = "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties.values() %}{{ p.type + '' }}"
+    chat = ChatFormat(made(types + "{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
+    (tool,) = offers([{"name": "a", "inputSchema": {"type": "object", "properties": {"any": True}}}], ())
+    assert "cannot render messages of user with tools" in chat.unfit(tool.schema)
+    (tool,) = offers([with_keys("x")], ())
+    assert chat.unfit(tool.schema) == ""
