@@ -334,6 +334,24 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
         SqliteStore(newer / "inside" / "experience.sqlite")
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON groups BEGIN DELETE FROM consumed; END",
+        "CREATE VIEW v AS SELECT * FROM groups",
+        "CREATE TABLE t (idx INTEGER PRIMARY KEY)",
+    ],
+)
+def test_a_file_with_content_that_no_store_writes_is_not_opened(store: SqliteStore, statement: str) -> None:
+    """A run folder may come from a third party: a trigger of its file would act with every group that is stored."""
+    store.put(make_group(0))
+    with sqlite3.connect(store.path) as raw:
+        raw.execute(statement)
+    raw.close()
+    with pytest.raises(StoreError, match=r"it has a (trigger 't'|view 'v'|table 't') that agentrl does not write"):
+        SqliteStore(store.path)
+
+
 @pytest.mark.parametrize(("seconds", "error"), [(300.0, "groups that are not in"), (300.5, "a query took longer than 300 s")])
 def test_a_query_has_five_minutes(store: SqliteStore, monkeypatch: pytest.MonkeyPatch, seconds: float, error: str) -> None:
     looks = itertools.chain([1000.0], itertools.repeat(1000.0 + seconds))
