@@ -53,7 +53,7 @@ def disk_full(error: BaseException) -> BaseException | None:
 def _says_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
-    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF == sqlite3.SQLITE_FULL:
         return True
     text = str(error)
     return isinstance(error, DiskFull) or any(words in text for words in _FULL_TEXTS) or _TORCH_WRITES.search(text) is not None

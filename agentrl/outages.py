@@ -267,8 +267,6 @@ def _by_name(error: Exception) -> str | None:
 def _chose_address(error: BaseException, asked: Mapping[str, Any]) -> bool:
     """Whether the address that failed is one of the arguments. If the error has no address, or only a numeric one, any argument that is
     an address counts."""
-    if not asked:
-        return False
     hosts = {host.lower() for host in _hosts(error) if host}
     texts = [text.lower() for text in _texts(asked)]
     if any(_holds(text, host) for host in hosts for text in texts):
@@ -287,9 +285,9 @@ def _holds(text: str, host: str) -> bool:
 
 def _is_address(key: str, text: str) -> bool:
     word = text.strip()
-    if _URL.search(text[:_MAX_TEXT]) or _HOST_PORT.fullmatch(word[:2000]):
+    if _URL.search(text[:_MAX_TEXT]) or _HOST_PORT.fullmatch(word):
         return True
-    return _ADDRESS_KEY.search(key) is not None and _HOST_NAME.fullmatch(word[:300]) is not None
+    return _ADDRESS_KEY.search(key) is not None and _HOST_NAME.fullmatch(word) is not None
 
 
 def _hosts(error: BaseException) -> Iterator[str]:
@@ -299,11 +297,13 @@ def _hosts(error: BaseException) -> Iterator[str]:
         for name in path.split("."):
             value = _attribute(value, name)
         if isinstance(value, str) and (
-            found := re.match(r"(?:[a-z][a-z0-9+.-]{1,20}://)?(?:[^/@\s]*@)?(\[[^\]]+\]|[^/:?#\s]+)", value, re.I)
+            found := re.match(
+                r"(?:[a-z][a-z0-9+.-]{1,20}://)?(?:[^/@\s]*@)?(\[[^\]]+\]|(?:[0-9a-f]{0,4}:){2,7}[0-9a-f.]*|[^/:?#\s]+)", value, re.I
+            )
         ):
             if path == "host" or "://" in value or path == "pool.host":
                 yield found[1].strip("[]")
-        elif value is not None and isinstance(host := _attribute(value, "host"), str):  # an object for a URL
+        elif isinstance(host := _attribute(value, "host"), str):  # an object for a URL
             yield host
     for pattern in (r"Connect call failed \('([^']{1,255})'", r"host='([^']{1,255})'", r"https?://([^/:'\"\s]{1,255})"):
         yield from re.findall(pattern, text_of(error))[:4]

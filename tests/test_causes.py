@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.causes import clip, disk_full, first, in_log, leaves, location, short
+from agentrl.causes import chain, clip, disk_full, first, in_log, leaves, location, short
 from agentrl.errors import DiskFull, ServingError, StoreError, UserError
 
 REFUSED_MODEL = """\
@@ -110,3 +111,56 @@ def test_the_leaves_of_groups_come_in_order_however_deep_they_lie() -> None:
     found = list(leaves(BaseExceptionGroup("all", [KeyError("first"), ExceptionGroup("g", [KeyError("second"), OSError("third")]), deep])))
     assert [str(one.args[0]) for one in found] == ["first", "second", "third", "deep"]
     assert list(leaves(found[0])) == [found[0]]
+
+
+def test_each_error_of_a_chain_comes_once() -> None:
+    bug, server, task = KeyError("k"), ServingError("died"), ValueError("v")
+    group = BaseExceptionGroup("g", [bug, bug, server])
+    server.__cause__, server.__context__, bug.__context__ = task, group, server
+    assert list(chain(group)) == [group, bug, server, task]
+
+
+@pytest.mark.parametrize("text", ["No space left on device", "Disk quota exceeded", "database or disk is full"])
+def test_texts_of_a_full_disk(text: str) -> None:
+    assert disk_full(RuntimeError(f"write failed: {text}"))
+
+
+def test_the_codes_of_a_full_database() -> None:
+    for code, full in ((sqlite3.SQLITE_FULL, True), (sqlite3.SQLITE_FULL | 5 << 8, True), (sqlite3.SQLITE_IOERR, False)):
+        error = sqlite3.OperationalError("no")
+        error.sqlite_errorcode = code
+        assert (disk_full(error) is error) is full
+    assert disk_full(sqlite3.OperationalError("no")) is None
+    other = RuntimeError("no")
+    other.sqlite_errorcode = sqlite3.SQLITE_FULL  # type: ignore[attr-defined]
+    assert disk_full(other) is None, "no error of SQLite"
+
+
+def test_a_full_disk_is_shown_before_other_errors() -> None:
+    full = OSError(errno.ENOSPC, "full")
+    assert first(ExceptionGroup("g", [UserError("wrong", fix="right"), full])) is full
+
+
+def test_a_syntax_error_is_placed_where_it_is() -> None:
+    assert location(SyntaxError("bad", ("recipe.py", 3, 1, "x"))) == "recipe.py:3"
+    assert location(SyntaxError("bad")) == ""
+
+
+def test_a_cause_is_cut_at_600_characters() -> None:
+    assert clip("x" * 600) == "x" * 600 and clip("x" * 601) == "x" * 597 + "..."
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("Traceback\nValueError: no", "ValueError: no"),
+        ("x.ValidationError: 1 error", "x.ValidationError: 1 error"),
+        ("x.ValidationError: 1 error\n  Value error, why", "why"),
+        ("x.ValidationError: 1 error\n  Field required", "x.ValidationError: 1 error\n  Field required"),
+        ("RuntimeError: a\n  Value error, b", "RuntimeError: a\n  Value error, b"),
+        ("  z\nRuntimeError: a\n  b\n  c\nd\n  e", "RuntimeError: a\n  b\n  c"),
+        ("RuntimeError: a\nd\n  e", "RuntimeError: a"),
+    ],
+)
+def test_the_message_of_the_last_error_of_a_log(log: str, cause: str) -> None:
+    assert in_log(log) == (cause, "")

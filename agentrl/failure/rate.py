@@ -94,7 +94,7 @@ class FaultRate:
         before, self._suspected = self._suspected, len(self._spoken) >= MIN_WINDOW // 2 and kinds.total() > SUSPECT * len(self._spoken)
         if before or not self._suspected:
             return ""
-        kind, times = kinds.most_common(1)[0]
+        kind, times = kinds.most_common()[0]
         return (
             f"{kinds.total()} of the newest {len(self._spoken)} attempts failed after the policy's first turn and were excluded, most often"
             f" with {kind} ({times}): {self._messages.get(kind, '')[:200]}\n  fix: repair the part that fails. If it works, the policy may"

@@ -162,6 +162,96 @@ def test_the_newest_call_of_an_episode_counts() -> None:
     assert not case.provoked(sure=True), "the tool went down meanwhile"
 
 
+def test_at_the_bounds_of_the_first_rule() -> None:
+    """A quarter of the other episodes, and two failures."""
+    tool = Tool()
+    tool.ok(20)
+    case = tool.failing(0)
+    tool.ok(1)
+    tool.down(2, 3, 4)
+    assert case.provoked(sure=True), "1 of 4 were answered"
+    tool.down(5)
+    assert not case.provoked(sure=True), "1 of 5"
+    tool = Tool()
+    tool.ok(20, task="other")
+    case = tool.failing(0)
+    tool.down(1, 2)
+    assert not case.provoked(sure=True) and case.note == "", "down for all, not for this task alone"
+
+
+def test_a_tool_that_no_other_attempt_at_the_task_has_called_is_not_down_for_it() -> None:
+    tool = Tool()
+    tool.ok(1, 2, task="other")
+    case = tool.failing(0)
+    tool.ok(3, task="other")
+    assert not case.provoked(sure=True) and case.note == "; no other call shows an outage of it"
+
+
+def test_calls_that_ended_when_a_late_one_was_made_are_no_evidence() -> None:
+    tool = Tool()
+    tool.ok(1)
+    assert not tool.record.failed("search", who(0), since=tool.record.ended).provoked(sure=True)
+
+
+def test_the_number_of_calls_that_have_ended() -> None:
+    tool = Tool()
+    counts = [tool.record.ended]
+    tool.ok(1)
+    counts.append(tool.record.ended)
+    tool.failing(2)
+    assert [*counts, tool.record.ended] == [0, 1, 2]
+
+
+def test_an_outage_is_contested_until_4_other_episodes_have_it() -> None:
+    tool = Tool()
+    assert [tool.failing(episode).contested for episode in range(6)] == [True] * 4 + [False] * 2
+
+
+def test_an_answer_makes_an_outage_contested_for_512_calls() -> None:
+    tool = Tool()
+    tool.ok(99)
+    assert [tool.failing(number % 10).contested for number in range(512)][-2:] == [True, False]
+
+
+def test_a_withdrawn_call_is_no_evidence() -> None:
+    tool = Tool()
+    withdrawn = tool.failing(0)
+    withdrawn.withdraw()
+    withdrawn.withdraw()
+    assert [tool.failing(episode).contested for episode in range(1, 6)] == [True] * 4 + [False]
+
+
+def test_one_episode_in_32_may_have_an_outage_of_its_own() -> None:
+    tool = Tool()
+    tool.ok(*range(100, 131))
+    assert [tool.failing(episode).provoked(sure=False) for episode in (0, 1)] == [False, True]
+    tool.ok(131)
+    assert not tool.failing(2).provoked(sure=False)
+
+
+@pytest.mark.parametrize(("others", "expected"), [(4095, True), (4096, False)])
+def test_the_first_outages_of_4096_episodes_are_remembered(others: int, expected: bool) -> None:
+    """A second attempt with an outage confirms it."""
+    tool = Tool()
+    tool.failing(0)
+    for episode in range(1, others + 1):
+        tool.failing(episode)
+    tool.ok(*range(5000, 5512))
+    assert tool.failing(0, attempt=1).provoked(sure=False) is expected
+
+
+@pytest.mark.parametrize(("others", "touched", "expected"), [(1023, False, True), (1024, False, False), (1024, True, True)])
+def test_the_1024_tools_that_were_called_last_are_remembered(others: int, touched: bool, expected: bool) -> None:
+    tool = Tool()
+    tool.ok(1)
+    for number in range(others):
+        if touched and number == others - 1:
+            tool.ok(2)
+        tool.record.answered(f"tool{number}", who(3))
+    cases = [tool.failing(episode) for episode in range(10, 15)]
+    assert cases[-1].contested is expected, "an answered call of it is known"
+
+
 calls = st.lists(st.tuples(st.integers(0, 6), st.sampled_from("ab"), st.booleans(), st.booleans(), st.integers(0, 2)), max_size=60)
 
 

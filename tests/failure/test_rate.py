@@ -134,3 +134,89 @@ def test_a_suspicion_names_what_failed_after_the_first_turn_and_blames_nobody_be
     told = rate.suspicion()
     assert told.startswith("14 of the newest 64 attempts failed after the policy's first turn")
     assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it works" in told
+
+
+def late(kind: str = "SandboxTimeout", *, turn: int | None = 2, stage: str = "sandbox") -> Failure:
+    return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message="no answer", turn=turn)
+
+
+async def test_a_run_is_judged_from_32_attempts_on() -> None:
+    rate = FaultRate(0.5, concurrency=1)
+    assert rate.share == 0.0
+    for _ in range(31):
+        rate.attempt(failed())
+    assert await paused(rate) == ""
+    rate.attempt(failed())
+    assert "32 of the newest 32" in await paused(rate)
+
+
+def test_the_oldest_attempt_leaves_the_rate() -> None:
+    for faults in ([0], [1]):
+        rate = FaultRate(0.5, concurrency=1)
+        for number in range(65):
+            rate.attempt(failed() if number in faults else None)
+        assert rate.share == (0 if faults == [0] else 1 / 64)
+
+
+def test_a_share_of_a_tenth_is_no_suspicion_yet() -> None:
+    rate = FaultRate(1.0, concurrency=25)
+    for number in range(100):
+        rate.attempt(late() if number < 10 else None)
+    assert rate.suspicion() == ""
+    rate.attempt(late())
+    assert rate.suspicion() == "", "the oldest is forgotten"
+    rate = FaultRate(1.0, concurrency=25)
+    for number in range(100):
+        rate.attempt(late() if number < 11 else None)
+    assert rate.suspicion().startswith("11 of the newest 100")
+
+
+def test_a_suspicion_takes_32_attempts() -> None:
+    rate = FaultRate(1.0, concurrency=1)
+    for _ in range(31):
+        rate.attempt(late())
+    assert rate.suspicion() == ""
+    rate.attempt(late())
+    assert rate.suspicion().startswith("32 of the newest 32")
+
+
+@pytest.mark.parametrize(
+    ("failure", "counts"),
+    [
+        (late(turn=0), 0),
+        (late(turn=None), 0),
+        (late(turn=1), 1),
+        (late(turn=None, stage="score"), 1),
+        (late("ServerDied", turn=3, stage="score"), 0),
+    ],
+)
+def test_which_faults_the_policy_could_have_provoked(failure: Failure, counts: int) -> None:
+    rate = FaultRate(1.0, concurrency=1)
+    rate.attempt(failure)
+    assert rate.suspects() == {"attempts_failed_spoken": counts}
+
+
+async def test_32_kinds_are_counted_separately_and_8_are_shown() -> None:
+    rate = FaultRate(0.1, concurrency=25)
+    for number in range(40):
+        for _ in range(2 if number < 8 else 1):
+            rate.attempt(failed(kind=f"Kind{number}"))
+    assert len(rate.kinds) == 33 and rate.kinds["others"] == 8
+    rate = FaultRate(0.1, concurrency=25)
+    for number in range(10):
+        for _ in range(10 - number):
+            rate.attempt(failed(kind=f"Kind{number}", message="gone"))
+    text = await paused(rate)
+    assert "3 x sandbox Kind7: gone\n  3 x of 2 other kinds\n  fix" in text and "Kind8" not in text
+    few = FaultRate(0.1, concurrency=25)
+    for number in range(80):
+        few.attempt(failed(kind=f"Kind{number % 8}"))
+    assert "other kinds" not in await paused(few)
+
+
+async def test_what_is_told_of_a_kind_is_cut() -> None:
+    rate = FaultRate(0.1, concurrency=1)
+    for _ in range(32):
+        rate.attempt(failed(kind="k" * 200, message="m" * 1000))
+    (kind,) = rate.kinds
+    assert kind == "sandbox " + "k" * 92 and f": {'m' * 600}\n" in await paused(rate)

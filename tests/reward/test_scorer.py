@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory, Turn
 from agentrl.reward import TaskScorer
 from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.clock import run_virtually
 from agentrl.testing.sandboxes import printing
 
 
@@ -381,3 +383,116 @@ async def test_what_a_verifier_needs_for_real_answers_alone_is_no_reason_for_a_s
     down = True
     score = await scorer(judged, replace(EPISODE, id="later", answer="3"))
     assert score.value is None and score.blame is Blame.INFRASTRUCTURE
+
+
+def scored(scorer: TaskScorer, judged: Task, episode: Episode = EPISODE) -> tuple[Score, float]:
+    """The score, and the seconds that it took on a clock that only waiting advances."""
+
+    async def score() -> tuple[Score, float]:
+        return await scorer(judged, episode), asyncio.get_running_loop().time()
+
+    return run_virtually(score())
+
+
+class Waits:
+    """A verifier that gives no score for a long time."""
+
+    def __init__(self, *, needs_sandboxes: bool) -> None:
+        self.needs_sandboxes = needs_sandboxes
+
+    async def __call__(self, task: Task, episode: Episode, *sandboxes: SandboxBackend) -> Score:
+        await asyncio.sleep(1e6)
+        return Score(value=1.0)
+
+
+@pytest.mark.parametrize(("needs_sandboxes", "limit"), [(False, "30 s"), (True, "9000 s")])
+def test_the_deadline_of_a_verifier(needs_sandboxes: bool, limit: str) -> None:
+    scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": Waits(needs_sandboxes=needs_sandboxes)})
+    score, _ = scored(scorer, replace(task(), verifiers=("v",)))
+    assert score.reason.endswith(f"verifier gave no score within {limit}")
+
+
+@pytest.mark.parametrize(("max_retries", "slept_s"), [(0, 0.0), (2, 0.6), (6, 11.2)])
+def test_the_pauses_between_attempts_double_up_to_5_seconds(max_retries: int, slept_s: float) -> None:
+    verifier = InSandboxes(99, SandboxError("gone"))
+    scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), max_retries=max_retries, _verifiers={"v": verifier})
+    score, seconds = scored(scorer, replace(task(), verifiers=("v",)))
+    assert score.value is None and len(verifier.seen) == max_retries + 1 and seconds == pytest.approx(slept_s)
+
+
+def test_a_scorer_is_shown_without_what_it_remembers() -> None:
+    assert not any(name in repr(TaskScorer()) for name in ("_verifiers", "_lowest", "_best"))
+
+
+class Prepared:
+    """A verifier that is prepared once."""
+
+    def __init__(self) -> None:
+        self.prepared: list[tuple[Path, Path | None]] = []
+
+    def prepare(self, *, root: Path, folder: Path | None) -> None:
+        self.prepared.append((root, folder))
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        return Score(value=1.0)
+
+
+prepared = Prepared()
+
+
+def test_verifiers_are_prepared_once_and_those_after_a_known_one_are_loaded(tmp_path: Path) -> None:
+    scorer = TaskScorer(root=tmp_path, folder=tmp_path / "run")
+    first, second = task("full", "prepared").verifiers
+    scorer.load([first])
+    scorer.load([first, second, second])
+    assert scorer._verifiers.keys() == {first, second}
+    (ready,) = scorer._verifiers[second].prepared  # type: ignore[union-attr]
+    assert ready == (tmp_path, tmp_path / "run")
+
+
+async def test_an_audit_of_a_score_that_there_is_loads_its_verifiers() -> None:
+    reference = task("half").verifiers
+    score = await TaskScorer(audit=reference).audited(task(), EPISODE, Score(value=1.0))
+    assert score.value == 1.0 and 0.5 in score.parts.values()
+
+
+async def test_an_episode_without_a_value_is_not_audited() -> None:
+    asked: list[str] = []
+
+    async def counts(task: Task, episode: Episode) -> Score:
+        asked.append(episode.id)
+        return Score(value=1.0)
+
+    scorer = TaskScorer(audit=("counts",), _verifiers={"counts": counts, "broken": broken})
+    assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and asked == []
+    given = Score(value=None, reason="x")
+    assert await scorer.audited(task(), EPISODE, given) is given and asked == []
+    unaudited = Score(value=1.0)
+    assert await TaskScorer().audited(task(), EPISODE, unaudited) is unaudited
+
+
+async def by_branch(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0, branches=(0.5,))
+
+
+async def test_what_verifiers_say_of_trajectories_is_averaged() -> None:
+    episode = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(), stop_reason="answered"),))
+    score = await TaskScorer()(task("half", "by_branch"), episode)
+    assert (score.value, score.branches) == (0.75, (0.5,))
+
+
+@pytest.mark.parametrize("errors", [(TimeoutError(), SandboxError("gone")), (SandboxError("gone"), TimeoutError())])
+def test_an_outage_that_was_not_late_every_time_is_not_the_episodes(errors: tuple[Exception, ...]) -> None:
+    """No other episode is judged to find out."""
+    seen: list[str | None] = []
+
+    async def fails(task: Task, episode: Episode) -> Score:
+        seen.append(episode.answer)
+        if episode.answer == "3":
+            return Score(value=1.0)
+        raise errors[(len(seen) - 2) % 2]
+
+    scorer, judged = TaskScorer(max_retries=1, _verifiers={"v": fails}), replace(task(), verifiers=("v",))
+    assert scored(scorer, judged, replace(EPISODE, answer="3"))[0].value == 1.0
+    assert scored(scorer, judged, replace(EPISODE, answer="x"))[0].blame is Blame.INFRASTRUCTURE
+    assert seen == ["3", "x", "x"]
