@@ -156,7 +156,6 @@ CLAUDE = Program(
             environment={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
         ),
     ),
-    models=("policy", "claude-haiku-4-5-20251001"),
     says=_CLAUDE_SAYS,
     absent={"messages": "Claude Code always streams"},
 )
