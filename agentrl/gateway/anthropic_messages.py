@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.gateway.asked import (
     EFFORTS,
+    MAX_BODY,
     MAX_TOOLS,
     Answer,
     Asked,
@@ -85,19 +86,20 @@ def _read(body: Any) -> Asked:
     shape = _shape(asked)
     system = given(asked.get("system"), "")
     texts = [system] if isinstance(system, str) else [_text(one, f"system[{at}]") for at, one in enumerate(listed(system, "system"))]
-    messages = [one for at, value in enumerate(listed(asked.get("messages"), "messages")) for one in _messages(value, f"messages[{at}]")]
-    heads, rest = split_system(messages)
     offered = listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS)
-    tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(offered)]
+    tools = _Tools([_tool(one, f"tools[{at}]") for at, one in enumerate(offered)], [bool(one.get("defer_loading")) for one in offered])
+    entries = enumerate(listed(asked.get("messages"), "messages"))
+    heads, rest = split_system([one for at, value in entries for one in _messages(value, f"messages[{at}]", tools)])
     choice = fields(given(asked.get("tool_choice"), {"type": "auto"}), _CHOICE, where="tool_choice")
     return Asked(
         model=text(asked.get("model"), "model"),
         system=tuple(one for one in (*texts, *heads) if one),
         messages=rest,
-        tools=tuple(tools),
+        tools=tuple(tools.shown),
+        loaded=tuple(tools.loaded.values()),
         max_tokens=whole(asked.get("max_tokens"), "max_tokens"),
         stream=flag(asked.get("stream"), "stream"),
-        **choice_of(choice.get("type"), choice.get("name"), tools, "tool_choice"),
+        **choice_of(choice.get("type"), choice.get("name"), [*tools.shown, *tools.loaded.values()], "tool_choice"),
         shape=shape,
         single=flag(choice.get("disable_parallel_tool_use"), "tool_choice.disable_parallel_tool_use"),
         strict=frozenset(one["name"] for one in offered if one.get("strict")),
@@ -163,7 +165,7 @@ def _thinks(value: Any) -> bool:
     """Whether the answer shows the reasoning. The policy decides how much it reasons."""
     about = fields(given(value, {}), ("type", "budget_tokens", "display"), where="thinking")
     whole(about.get("budget_tokens"), "thinking.budget_tokens")
-    check_all(about, {"type": one_of("enabled", "adaptive", "disabled"), "display": one_of("summarized", "omitted")}, "thinking")
+    check_all(about, {"type": one_of("enabled", "adaptive", "disabled"), "display": one_of("summarized", "updates", "omitted")}, "thinking")
     return about.get("type") in ("enabled", "adaptive") and about.get("display") != "omitted"
 
 
@@ -207,7 +209,31 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def _messages(value: Any, where: str) -> list[Said]:
+class _Tools:
+    """The tools of a request: those that the policy sees from the start, and deferred ones, which a result shows by a reference."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], deferred: Sequence[bool]) -> None:
+        self.shown = [tool for tool, later in zip(tools, deferred, strict=True) if not later]
+        self.loaded: dict[str, Mapping[str, Any]] = {}
+        self._deferred = {tool["function"]["name"]: tool for tool, later in zip(tools, deferred, strict=True) if later}
+        self._known = {tool["function"]["name"]: tool for tool in tools}
+        self._chars = 0  # of definitions in results, which a short reference can repeat
+
+    def definition(self, reference: Any, where: str) -> str:
+        """The definition of the tool that a result refers to, as a line. Raises `Refused`."""
+        name = text(reference, f"{where}.tool_name")
+        if name not in self._known:
+            raise Refused("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
+        if name in self._deferred:
+            self.loaded[name] = self._deferred[name]
+        line = json.dumps(self._known[name], ensure_ascii=False) + "\n"
+        self._chars += len(line)
+        if self._chars > MAX_BODY:
+            raise Refused("too_large", f"{where}: references to tools of more than {MAX_BODY} characters.", param=where)
+        return line
+
+
+def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
     """A message is one of ours, but for results of tools: each of those is a message of its own, before the text beside it."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
@@ -228,7 +254,7 @@ def _messages(value: Any, where: str) -> list[Said]:
             calls.append((text(block.get("id"), f"{here}.id"), call(block.get("name"), block.get("input"), here)))
         elif kind == "tool_result" and role == "user":
             name, ok = text(block.get("tool_use_id"), f"{here}.tool_use_id"), not flag(block.get("is_error"), f"{here}.is_error")
-            results.append(said("tool", _result(block.get("content"), here), call_id=name, ok=ok))
+            results.append(said("tool", _result(block.get("content"), here, tools), call_id=name, ok=ok))
         elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
             raise Refused("unsupported", f"{here}.type: blocks of type {str(kind)[:40]!a} are not supported here", param=f"{here}.type")
     if role == "assistant":
@@ -243,19 +269,34 @@ def _text(value: Any, where: str) -> str:
     return text(block.get("text"), f"{where}.text")
 
 
-def _result(content: Any, where: str) -> str:
+def _result(content: Any, where: str, tools: _Tools) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_text(one, f"{where}.content[{at}]") for at, one in enumerate(listed(content, f"{where}.content")))
+    parts = []
+    for at, one in enumerate(listed(content, f"{where}.content")):
+        here = f"{where}.content[{at}]"
+        refers = mapping(one, here).get("type") == "tool_reference"
+        parts.append(tools.definition(one.get("tool_name"), here) if refers else _text(one, here))
+    return "".join(parts)
 
 
 def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") not in (None, "custom"):
         raise Refused("unsupported", f"{where}.type: only tools of type 'custom' are supported", param=f"{where}.type")
-    known = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming", "input_examples")
+    known = (
+        "type",
+        "name",
+        "description",
+        "input_schema",
+        "cache_control",
+        "strict",
+        "eager_input_streaming",
+        "input_examples",
+        "defer_loading",
+    )
     named = fields(about, known, where=where)
-    check_all(named, {"cache_control": mapping, "strict": flag, "eager_input_streaming": flag}, where)
+    check_all(named, {"cache_control": mapping, **dict.fromkeys(("strict", "eager_input_streaming", "defer_loading"), flag)}, where)
     examples = listed(given(named.get("input_examples"), []), f"{where}.input_examples")
     shown = [storable(mapping(one, f"{where}.input_examples[{at}]"), f"{where}.input_examples[{at}]") for at, one in enumerate(examples)]
     told = [text(given(named.get("description"), ""), f"{where}.description"), *(f"Example: {json.dumps(one)}" for one in shown)]

@@ -78,6 +78,7 @@ class Asked:
     system: tuple[str, ...]
     messages: tuple[Said, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # in the form of chat completions
+    loaded: tuple[Mapping[str, Any], ...] = ()  # tools that only results show to the policy
     max_tokens: int | None = None
     after: str = ""  # id of an answer of ours that the messages come after
     retry: bool = False  # the client says that it asks once more
@@ -90,6 +91,11 @@ class Asked:
     forced_by: str = ""  # the path of the option that sets `forced`
     shape: Mapping[str, Any] | None = None  # the JSON schema of the answer, unless it calls a tool
     options: Mapping[str, Any] = field(default_factory=dict)  # of its protocol alone, for how the answer is written
+
+    @property
+    def known_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the policy may call."""
+        return (*self.tools, *self.loaded)
 
     @property
     def chars(self) -> int:

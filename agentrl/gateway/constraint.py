@@ -24,7 +24,7 @@ def constraint(asked: Asked, chat: Chat) -> str:
     """The constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `Refused`."""
     names = asked.forced
     if asked.shape is not None and asked.calls and not names:
-        names = tuple(tool["function"]["name"] for tool in asked.tools)
+        names = tuple(tool["function"]["name"] for tool in asked.known_tools)
     ways = [_calls(asked, names, chat)] if names else []
     if asked.shape is not None and not asked.forced:
         ways.append(_json(asked.shape))
@@ -41,7 +41,7 @@ def constraint(asked: Asked, chat: Chat) -> str:
 def _calls(asked: Asked, names: Sequence[str], chat: Chat) -> dict[str, Any]:
     """The format of one or more calls of these tools."""
     schemas, tags, between = Schemas(), [], ""
-    for at, tool in enumerate(asked.tools):
+    for at, tool in enumerate(asked.known_tools):
         function = tool["function"]
         if function["name"] not in names:
             continue

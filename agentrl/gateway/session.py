@@ -276,10 +276,10 @@ class Session:
         try:
             count, stop = self.tokens.up_to(completion.token_ids, asked.stop)
             completion = stopped(completion, count) if stop else completion
-            calls = asked.calls and bool(asked.tools)
-            parsed = chat.parse(completion.token_ids, asked.tools, calls=calls)
+            calls = asked.calls and bool(asked.known_tools)
+            parsed = chat.parse(completion.token_ids, asked.known_tools, calls=calls)
             if parsed.message.tool_calls and len(self._withheld(parsed, asked)) == len(parsed.message.tool_calls):
-                parsed = chat.parse(completion.token_ids, asked.tools, calls=False)
+                parsed = chat.parse(completion.token_ids, asked.known_tools, calls=False)
         except Exception as error:  # a tokenizer may raise anything at what a model says
             usercode.report("the policy's text cannot be read", error)
             line.add_turn(completion, Message(role="assistant", content=""))
@@ -289,7 +289,7 @@ class Session:
 
     def _withheld(self, parsed: Parsed, asked: Asked) -> dict[int, str]:
         """The calls of a completion that the client does not receive: index of the call -> text for the policy in place of a result."""
-        schemas = {tool["function"]["name"]: tool for tool in asked.tools if tool["function"]["name"] in asked.strict}
+        schemas = {tool["function"]["name"]: tool for tool in asked.known_tools if tool["function"]["name"] in asked.strict}
         withheld: dict[int, str] = {}
         for number, call in enumerate(parsed.message.tool_calls):
             if call.name in schemas and (wrong := self.tokens.chat.problems(schemas[call.name], call.arguments)):
@@ -305,7 +305,7 @@ class Session:
         calls = tuple(
             Called(id=name, call=one) for at, (name, one) in enumerate(zip(all_ids, message.tool_calls, strict=True)) if at not in withheld
         )
-        known = {tool["function"]["name"] for tool in asked.tools}
+        known = {tool["function"]["name"] for tool in asked.known_tools}
         self.counts["unknown_tool_called"] += sum(one.name not in known for one in message.tool_calls)
         self.counts["withheld_call"] += len(withheld)
         answer_id, text = secrets.token_hex(12), until(parsed.answer, asked.stop)[0].rstrip()
@@ -444,7 +444,9 @@ class Session:
 
 
 def _too_long() -> Refused:
-    return Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
+    """Uses the wording of Anthropic's and OpenAI's errors, by which programs decide to shorten their conversation."""
+    text = "prompt is too long: this model's maximum context length is exceeded by the conversation."
+    return Refused("context_length", text, param="messages")
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from benchmarks.outside.program import LOOK, MEND, PROMPT, Program, Says, Way, call, npm, pip
+from benchmarks.outside.program import LOOK, MEND, PROMPT, PROTOCOLS, Program, Says, Way, call, npm, pip
 
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
@@ -70,6 +70,13 @@ def claude_leads(prompt: str, results: int) -> str:
     return "The other agent has mended area.py, and the test passes."
 
 
+def claude_searches(prompt: str, results: int) -> str:
+    """The program hides most of its tools until they are searched for."""
+    if results == 0:
+        return call("ToolSearch", query="select:WebFetch,TaskStop", max_results=5)
+    return _CLAUDE_SAYS(prompt, results - 1)
+
+
 def aider_says(prompt: str, results: int) -> str:
     """The first edit is wrong, so that the program shows what the test prints."""
     wrong = "    return abs(width - height)\n"  # of another size: Python's cache of compiled code compares seconds and sizes
@@ -105,36 +112,58 @@ _MINI_ENVIRONMENT = {
     "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
+_MINI_MODELS = {
+    "chat": ("-m", "openai/{model}"),
+    "responses": ("-m", "openai/{model}", "--model-class", "litellm_response"),
+    "messages": ("-m", "anthropic/{model}"),
+}
+
+
+def _mini(protocol: str) -> Way:
+    return Way(
+        protocol=protocol,
+        stream=False,
+        command=(
+            *("python3", "-m", "minisweagent", *_MINI_MODELS[protocol], "-y", "--exit-immediately"),
+            *("-o", "/tmp/run.json", "-t", "{prompt}"),
+        ),
+        environment=_MINI_ENVIRONMENT,
+    )
+
+
 MINI = Program(
     name="mini-swe-agent",
     version="mini-swe-agent 2.4.6",
     install=pip("mini-swe-agent==2.4.6", "litellm[mcp]==1.106.2"),  # litellm imports mcp at its first answer
-    ways=(
-        Way(
-            protocol="chat",
-            stream=False,
-            command=(
-                *("python3", "-m", "minisweagent", "-m", "openai/{model}", "-y", "--exit-immediately"),
-                *("-o", "/tmp/run.json", "-t", "{prompt}"),
-            ),
-            environment=_MINI_ENVIRONMENT,
-        ),
-    ),
+    ways=tuple(map(_mini, _MINI_MODELS)),
     says=mini_says,
+    absent=dict.fromkeys((f"{one}-streamed" for one in _MINI_MODELS), "mini-swe-agent does not stream"),
 )
+
+
+def _gptme(protocol: str, stream: bool) -> Way:
+    model = "anthropic/{model}" if protocol == "messages" else "openai/{model}"
+    streams = "--stream" if stream else "--no-stream"
+    return Way(
+        protocol=protocol,
+        stream=stream,
+        command=("python3", "-m", "gptme", "-n", "--model", model, streams, "--tool-format", "tool", "--no-workspace", "{prompt}"),
+        environment={
+            "PYTHONPATH": "/opt/lib",
+            "XDG_DATA_HOME": "/tmp/data",
+            "XDG_CONFIG_HOME": "/tmp/config",
+            "GPTME_CHECK": "false",
+            "GPTME_OPENAI_RESPONSES_API": "0" if protocol == "chat" else "1",
+        },
+    )
+
+
 GPTME = Program(
     name="gptme",
     version="gptme 0.35.1",
     install=pip("gptme==0.35.1"),
-    ways=(
-        Way(
-            protocol="messages",
-            stream=True,
-            command=("python3", "-m", "gptme", "-n", "--model", "anthropic/{model}", "--tool-format", "tool", "--no-workspace", "{prompt}"),
-            environment={"PYTHONPATH": "/opt/lib", "XDG_DATA_HOME": "/tmp/data", "XDG_CONFIG_HOME": "/tmp/config", "GPTME_CHECK": "false"},
-        ),
-    ),
-    models=("policy", "claude-haiku-4-5"),
+    ways=tuple(_gptme(protocol, stream) for protocol in PROTOCOLS for stream in (False, True)),
+    models=("policy", "claude-haiku-4-5", "gpt-5-mini"),  # the latter two for titles
     says=gptme_says,
 )
 SUB_AGENTS = replace(
@@ -156,12 +185,18 @@ CLAUDE = Program(
             environment={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
         ),
     ),
-    models=("policy", "claude-haiku-4-5-20251001"),
     says=_CLAUDE_SAYS,
     absent={"messages": "Claude Code always streams"},
 )
 CLAUDE_SUB_AGENTS = replace(
     CLAUDE, name="claude-code-sub-agents", version=f"{CLAUDE.version}, with a sub-agent", environment_of="claude-code", says=claude_leads
+)
+CLAUDE_SEARCH = replace(
+    CLAUDE,
+    name="claude-code-tool-search",
+    version=f"{CLAUDE.version}, with a search for tools",
+    environment_of="claude-code",
+    says=claude_searches,
 )
 _AI_SDKS = {"chat": "@ai-sdk/openai-compatible", "responses": "@ai-sdk/openai", "messages": "@ai-sdk/anthropic"}
 
@@ -216,4 +251,4 @@ AIDER = Program(
     says=aider_says,
     absent={"responses-streamed": "the litellm that aider installs requests whole answers there and splits them itself"},
 )
-PROGRAMS = (CLAUDE, CLAUDE_SUB_AGENTS, CODEX, SUB_AGENTS, OPENCODE, AIDER, MINI, GPTME)
+PROGRAMS = (CLAUDE, CLAUDE_SUB_AGENTS, CLAUDE_SEARCH, CODEX, SUB_AGENTS, OPENCODE, AIDER, MINI, GPTME)

@@ -89,6 +89,7 @@ TAKEN: dict[str, dict[str, dict[str, Any]]] = {
     },
     "context kept": {"messages": {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}},
     "thinking": {"messages": {"thinking": {"type": "adaptive", "display": "omitted"}}},
+    "thinking in updates": {"messages": {"thinking": {"type": "adaptive", "display": "updates"}}},
     "no stop": {"chat": {"stop": []}, "messages": {"stop_sequences": []}},
 }
 NULLS: dict[str, Sequence[str]] = {
@@ -261,6 +262,22 @@ async def test_what_is_refused_is_refused_in_the_protocols_words(lead: Any, prot
             else:
                 error = made.json()["error"]
                 assert (error["type"], error["param"]) == ("invalid_request_error", path) and error["message"] and len(ids) == 1, name
+
+    await run(lead, "1", program)
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+async def test_a_conversation_that_is_too_long_is_refused_in_the_words_that_programs_look_for(lead: Any, protocol: str) -> None:
+    """Claude Code and litellm look for Anthropic's wording, litellm also for OpenAI's, before they shorten a conversation."""
+
+    async def program(http: Http) -> None:
+        await http.answer(protocol)
+        shown = {"input" if protocol == "responses" else "messages": [{"role": "user", "content": "x" * 30_000}]}
+        made = await http.post(protocol, **shown)
+        error = made.json()["error"]
+        assert made.status_code == 400 and error["type"] == "invalid_request_error"
+        assert "prompt is too long" in error["message"] and "this model's maximum context length is" in error["message"]
+        assert protocol == "messages" or error["code"] == "context_length_exceeded"
 
     await run(lead, "1", program)
 

@@ -153,6 +153,72 @@ async def test_tools_in_a_namespace_are_called_by_both_names(lead: Any) -> None:
     assert outcome.counts == {"answered": 2, "refused_invalid": 2, "refused_unsupported": 1}
 
 
+FIND: Any = {"name": "find", "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}}}
+MOVE: Any = {
+    **{"name": "move", "description": "Moves.", "strict": True, "defer_loading": True},
+    "input_schema": {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]},
+}
+LATER: Any = {"name": "later", "description": "Is never searched for.", "input_schema": {"type": "object"}, "defer_loading": True}
+
+
+async def test_a_deferred_tool_is_shown_where_a_result_refers_to_it(lead: Any, tokenizer: Any) -> None:
+    """As a program asks that has a search for tools: the list of tools grows with what a search returns, and the context stays."""
+
+    async def program(url: str, key: str) -> None:
+        async with claude(url, key) as sdk:
+            messages: list[Any] = [{"role": "user", "content": "go"}]
+
+            async def ask(*tools: Any, content: Any, **more: Any) -> None:
+                made = await sdk.messages.create(model="policy", max_tokens=300, messages=messages, tools=list(tools), **more)
+                [call] = [block for block in made.content if block.type == "tool_use"]
+                messages.append({"role": "assistant", "content": [block.model_dump() for block in made.content]})
+                messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": content}]})
+
+            await ask(LOOK, FIND, LATER, content=[{"type": "tool_reference", "tool_name": "move"}])
+            await ask(LOOK, FIND, MOVE, LATER, content="moved")  # the call that does not match the schema is withheld
+            made = await sdk.messages.create(model="policy", max_tokens=300, messages=messages, tools=[LOOK, FIND, MOVE, LATER])
+            assert made.content[0].text == "done"
+
+    outcome = await lead(program, calls("find", query="mov"), calls("move", by="far") + calls("move", by=3), "done")
+    [line] = outcome.episode.trajectories
+    assert outcome.trained_once() and len(line.turns) == 3 and not outcome.episode.failures
+    assert outcome.counts == {"answered": 3, "withheld_call": 1}
+    first, second, _ = (tokenizer.decode(prompt) for prompt in outcome.policy.prompts)
+    assert "Moves." not in first and "never searched" not in second
+    definition = {"name": "move", "description": "Moves.", "parameters": MOVE["input_schema"]}
+    assert json.dumps({"type": "function", "function": definition}) in second
+
+
+async def test_a_reference_is_to_a_tool_of_the_request_and_repeats_little(lead: Any) -> None:
+    import anthropic
+
+    def after(*content: Any) -> Any:
+        call = {"type": "tool_use", "id": "c", "name": "find", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": list(content)}
+        return [*good["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+    good: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "go"}], "tools": [FIND, MOVE]}
+    to_move = {"type": "tool_reference", "tool_name": "move"}
+
+    async def program(url: str, key: str) -> None:
+        async with claude(url, key) as sdk:
+            await sdk.messages.create(**good)
+            large = {**MOVE, "description": "m" * 100_000}
+            wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+                ({"messages": after({**to_move, "tool_name": "fly"})}, anthropic.BadRequestError, "tool_name"),
+                ({"messages": after({"type": "tool_reference"})}, anthropic.BadRequestError, "tool_name"),
+                ({"messages": after(*[to_move] * 100), "tools": [FIND, large]}, anthropic.APIStatusError, "references to tools"),
+                ({"tool_choice": {"type": "tool", "name": "move"}}, anthropic.BadRequestError, "tool_choice"),
+                ({"tools": [{**MOVE, "defer_loading": "yes"}]}, anthropic.BadRequestError, "defer_loading"),
+            ]
+            for more, kind, says in wrong:
+                with pytest.raises(kind, match=says):
+                    await sdk.messages.create(**{**good, **more})
+
+    outcome = await lead(program, "1")
+    assert outcome.counts == {"answered": 1, "refused_invalid": 4, "refused_too_large": 1}
+
+
 async def test_each_protocol_refuses_in_its_own_words(lead: Any) -> None:
     import anthropic
     import openai
