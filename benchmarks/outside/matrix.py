@@ -31,14 +31,18 @@ def installed(program: Program, programs: Mapping[str, Program], work: Path) -> 
     """The folder of a program's environment. Installs it the first time."""
     folder = work / "environments" / program.environment
     source = programs[program.environment]
-    marker = folder / "version"
-    if not marker.exists() or marker.read_text() != source.version:
+    marker, command = folder / "installed", source.install(folder)
+    if not marker.exists() or marker.read_text() != _text(command):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         print(f"installing {source.version} into {folder}", file=sys.stderr)
-        subprocess.run(source.install(folder), check=True, stdout=sys.stderr)
-        marker.write_text(source.version)
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        marker.write_text(_text(command))
     return folder
+
+
+def _text(command: Sequence[str]) -> str:
+    return " ".join(command[1:])
 
 
 def cell_path(program: Program, way: Way, work: Path) -> Path:
@@ -47,7 +51,8 @@ def cell_path(program: Program, way: Way, work: Path) -> Path:
 
 def measured_code(program: Program, way: Way) -> dict[str, str]:
     """What a cell depends on: the code, and how the program is run. A cell whose code differs is measured again."""
-    script = [inspect.getsource(program.says), repr((program.models, program.prints, way.command, sorted(way.environment.items())))]
+    script = [inspect.getsource(program.says), *program.install(Path())[1:], program.prints, *program.models]
+    script += [*way.command, *sorted(f"{name}={value}" for name, value in way.environment.items())]
     files = [file.read_text() for _, file in sorted(way.files.items())]
     total = hashlib.sha256(json.dumps([program.version, script, files]).encode()).hexdigest()[:16]
     return {**{path: stored.digest(path) for path in CODE}, "way": total}

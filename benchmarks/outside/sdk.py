@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.outside.program import COLUMNS, LOOK, MEND, Program, Says, Way, call, pip
+from benchmarks.outside.program import COLUMNS, LOOK, MEND, Program, Way, call, pip
 
 DRIVERS = Path(__file__).parent / "drivers"
 ANSWER: dict[str, Any] = {"file": "area.py", "passed": True}
@@ -44,6 +44,13 @@ def hands_over(prompt: str, results: int) -> str:
     if "transfer_to_repairer" in prompt and results == 0:
         return call("transfer_to_repairer")
     return works(first=1)(prompt, results)
+
+
+def answers_twice(prompt: str, results: int) -> str:
+    """The library requests its output class after the last turn, as a call of a tool or as the format of an answer."""
+    if '"Repair"' in prompt:
+        return call("Repair", **ANSWER)
+    return works()(prompt, 2 if "<current_conversation>" in prompt else results)
 
 
 OPENAI_AGENTS = Program(
@@ -100,10 +107,10 @@ LLAMA_INDEX = Program(
     version="llama-index-core 0.14.25",
     install=pip(
         *("llama-index-core==0.14.25", "llama-index-llms-openai==0.8.3", "llama-index-llms-openai-like==0.8.1"),
-        "llama-index-llms-anthropic==0.12.3",
+        *("llama-index-llms-anthropic==0.12.3", "anthropic==0.125.0"),  # it fails with later releases of the SDK
     ),
     ways=ways("llama_index", COLUMNS),
-    says=works(),
+    says=answers_twice,
     models=("policy", "claude-sonnet-4-5"),
     prints=PRINTS,
     features="output class",
@@ -128,12 +135,20 @@ CREWAI = Program(
 )
 
 
+def turns(prompt: str) -> int:
+    """The number of the policy's turns in a prompt. smolagents shows results as user messages."""
+    return prompt.count("<|im_start|>assistant") - 1
+
+
+def calls_tools(prompt: str, results: int) -> str:
+    return works(answer=call("final_answer", answer=json.dumps(ANSWER)))(prompt, turns(prompt))
+
+
 def writes_code(prompt: str, results: int) -> str:
     """The policy of smolagents' code agent: its turns are Python between tags."""
-    turns = prompt.count("<|im_start|>assistant") - 1
     code = [f"print(shell(command={command!r}))" for command in (LOOK, MEND)]
     code.append(f"final_answer({ANSWER!r})")
-    return f"Thought: the next step.\n<code>\n{code[min(turns, 2)]}\n</code>"
+    return f"Thought: the next step.\n<code>\n{code[min(turns(prompt), 2)]}\n</code>"
 
 
 _CHAT_ONLY = dict.fromkeys(COLUMNS[2:], "it has chat completions only")
@@ -149,12 +164,12 @@ SMOLAGENTS_TOOLS = Program(
     **_SMOLAGENTS,
     environment_of="smolagents",
     ways=ways("smolagents", COLUMNS[:2], "tools"),
-    says=works(answer=call("final_answer", answer=ANSWER)),
+    says=calls_tools,
     features="`ToolCallingAgent`",
 )
 _QWEN_AGENT: dict[str, Any] = {
     "version": "qwen-agent 0.0.34",
-    "install": pip("qwen-agent==0.0.34"),
+    "install": pip("qwen-agent==0.0.34", "numpy==2.4.6", "soundfile==0.14.0"),
     "prints": PRINTS,
     "absent": _CHAT_ONLY,
     "says": works(),

@@ -102,7 +102,7 @@ class Watched(Outside):
 
 
 class Competent(ReadingPolicy):
-    """A scripted policy that records its prompts and completions."""
+    """A scripted policy that records its prompts and completions. Raises `ValueError` if it says what a constraint does not allow."""
 
     def __init__(self, tokenizer: Any, says: Says) -> None:
         super().__init__(tokenizer, lambda prompt: says(prompt, len(_RESULT.findall(prompt))))
@@ -112,8 +112,20 @@ class Competent(ReadingPolicy):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         completion = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
         self.sampled.append((tuple(prompt_ids), completion.token_ids))
-        self.constrained += bool(params.constraint)
+        if params.constraint:
+            self.constrained += 1
+            text = self.tokenizer.decode(completion.token_ids[:-1])
+            if not _is_allowed(text, params.constraint):
+                raise ValueError(f"the script says {text[:200]!r}, which the request does not allow: {params.constraint[:1000]}")
         return completion
+
+
+def _is_allowed(text: str, constraint: str) -> bool:
+    """Whether vLLM's guided decoding, which uses xgrammar, allows a completion."""
+    import xgrammar
+    from xgrammar.testing import _is_grammar_accept_string
+
+    return bool(_is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(constraint), text))
 
 
 def exact_share(episode: Episode, sampled: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:

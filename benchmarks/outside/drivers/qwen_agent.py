@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from typing import ClassVar
 
 from common import MODEL, PROMPT, STREAM, report, shell
 from qwen_agent.agents import Assistant
@@ -12,7 +13,7 @@ from qwen_agent.tools.base import BaseTool, register_tool
 @register_tool("shell")
 class Shell(BaseTool):
     description = "Runs a shell command and returns what it prints."
-    parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    parameters: ClassVar = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 
     def call(self, params: str, **_: object) -> str:
         return shell(json.loads(params)["command"])
