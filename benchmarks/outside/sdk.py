@@ -128,10 +128,11 @@ CREWAI = Program(
     name="crewai",
     version="crewai 1.15.30",
     install=pip("crewai[anthropic]==1.15.30"),
-    ways=ways("crewai", COLUMNS, environment={"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}),
+    ways=ways("crewai", (*COLUMNS[:3], *COLUMNS[4:]), environment={"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}),
     says=works(),
     prints=PRINTS,
     features="pydantic output",
+    absent={"responses-streamed": "it ignores the calls of a streamed response (`_handle_streaming_responses`)"},
 )
 
 
@@ -167,21 +168,20 @@ SMOLAGENTS_TOOLS = Program(
     says=calls_tools,
     features="`ToolCallingAgent`",
 )
+
+
+def calls_in_text(prompt: str, results: int) -> str:
+    return works()(prompt, turns(prompt))
+
+
 _QWEN_AGENT: dict[str, Any] = {
     "version": "qwen-agent 0.0.34",
-    "install": pip("qwen-agent==0.0.34", "numpy==2.4.6", "soundfile==0.14.0"),
+    "install": pip("qwen-agent==0.0.34", *("numpy==2.4.6", "soundfile==0.14.0", "tqdm==4.70.1", "python-dateutil==4.0.0")),
     "prints": PRINTS,
-    "absent": _CHAT_ONLY,
-    "says": works(),
+    "absent": _CHAT_ONLY | {"chat": "its agents always stream"},
+    "says": calls_in_text,
 }
-QWEN_AGENT = Program(name="qwen-agent", **_QWEN_AGENT, ways=ways("qwen_agent", COLUMNS[:2]), features="calls as text")
-QWEN_AGENT_RAW = Program(
-    name="qwen-agent-raw",
-    **_QWEN_AGENT,
-    environment_of="qwen-agent",
-    ways=ways("qwen_agent", COLUMNS[1:2], "raw"),
-    features="`use_raw_api`",
-)
+QWEN_AGENT = Program(name="qwen-agent", **_QWEN_AGENT, ways=ways("qwen_agent", COLUMNS[1:2]), features="calls as text")
 LITELLM = Program(
     name="litellm",
     version="litellm 1.110.2",
@@ -193,5 +193,5 @@ LITELLM = Program(
 )
 PROGRAMS = (
     *(OPENAI_AGENTS, PYDANTIC_AI, PYDANTIC_AI_NATIVE, LANGGRAPH, LANGGRAPH_NATIVE, LLAMA_INDEX, AG2, CREWAI),
-    *(SMOLAGENTS, SMOLAGENTS_TOOLS, QWEN_AGENT, QWEN_AGENT_RAW, LITELLM),
+    *(SMOLAGENTS, SMOLAGENTS_TOOLS, QWEN_AGENT, LITELLM),
 )
