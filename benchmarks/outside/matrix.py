@@ -24,6 +24,9 @@ CODE = ("agentrl/gateway", "agentrl/agent", "benchmarks/outside/session.py")
 PAGE = stored.ROOT / "docs" / "bring-your-own-agent.md"
 BEGIN = "<!-- made by benchmarks/outside_programs.py --markdown: begin -->"
 END = "<!-- made by benchmarks/outside_programs.py --markdown: end -->"
+USUAL = ("tools", "max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stream_options")
+"""Options that the table does not show."""
+
 _HEADS = ("chat completions", "streamed", "Responses", "streamed", "Messages", "streamed")
 
 
@@ -31,18 +34,14 @@ def installed(program: Program, programs: Mapping[str, Program], work: Path) -> 
     """The folder of a program's environment. Installs it the first time."""
     folder = work / "environments" / program.environment
     source = programs[program.environment]
-    marker, command = folder / "installed", source.install(folder)
-    if not marker.exists() or marker.read_text() != _text(command):
+    marker, packages = folder / "installed", json.dumps(source.install(Path())[1:])
+    if not marker.exists() or marker.read_text() != packages:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         print(f"installing {source.version} into {folder}", file=sys.stderr)
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        marker.write_text(_text(command))
+        subprocess.run(source.install(folder), check=True, stdout=sys.stderr)
+        marker.write_text(packages)
     return folder
-
-
-def _text(command: Sequence[str]) -> str:
-    return " ".join(command[1:])
 
 
 def cell_path(program: Program, way: Way, work: Path) -> Path:
@@ -90,15 +89,14 @@ def table(cells: Iterable[Mapping[str, Any]], programs: Mapping[str, Program]) -
     by_program: dict[str, dict[str, Mapping[str, Any]]] = {}
     for cell in cells:
         by_program.setdefault(cell["program"], {})[cell["column"]] = cell
-    lines = [f"| program | {' | '.join(_HEADS)} | trajectories | options that it sends |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
+    lines = [f"| program | {' | '.join(_HEADS)} | turns of each trajectory | uses |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
     notes: list[str] = []
     for name, row in by_program.items():
         program = programs[name]
         shown = [_shown(row.get(column), program.absent.get(column, ""), f"{name}, {column}", notes) for column in COLUMNS]
         shapes = sorted({_shape(cell["trajectories"]) for cell in row.values() if not cell["reason"]})
-        options = sorted({option for cell in row.values() for option in cell["options"]})
-        some = ", ".join(f"`{one}`" for one in options)
-        about = f"{program.features}: {some}" if program.features else some
+        options = sorted({option for cell in row.values() for option in cell["options"]} - set(USUAL))
+        about = ", ".join(filter(None, (program.features, *(f"`{one}`" for one in options))))
         lines.append(f"| {program.version} | {' | '.join(shown)} | {'; '.join(shapes)} | {about} |")
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 

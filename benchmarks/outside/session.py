@@ -209,7 +209,7 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
         "sampled_tokens": episode.completion_tokens,
         "constrained": policy.constrained,
         "requests": dict(Counter(_kind(one) for one in seen)),
-        "options": sorted({option for one in seen for option in _options(one[2])}),
+        "options": sorted({option for one in seen for option in options(one[2])}),
         "errors": [_error(one) for one in seen if one[3] >= 400],
         "trajectories": [[line.agent, len(line.turns)] for line in episode.trajectories],
         "counts": {} if session is None else {key: count for key, count in session.counts.items() if count},
@@ -218,10 +218,10 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
         "output": "" if ended is None else ended.stdout[-SHOWN:] + ended.stderr[-SHOWN:],
         "wall_s": round(wall_s, 1),
     }
-    return {**cell, "reason": _reason(cell, program, way, "" if ended is None else ended.stdout)}
+    return {**cell, "reason": reason(cell, program, way, "" if ended is None else ended.stdout)}
 
 
-def _reason(cell: dict[str, Any], program: Program, way: Way, stdout: str) -> str:
+def reason(cell: dict[str, Any], program: Program, way: Way, stdout: str) -> str:
     """Why a cell is not OK; empty if it is."""
     if not cell["test_passed"] or cell["exit"] != 0:
         last = cell["output"].strip().rpartition("\n")[2] or next(iter(cell["failures"]), "")
@@ -256,7 +256,7 @@ def _error(exchange: Exchange) -> str:
     return f"{method} {path} {status}: {error.get('message', '') if isinstance(error, dict) else error}"[:SHOWN]
 
 
-def _options(body: bytes) -> Iterator[str]:
+def options(body: bytes) -> Iterator[str]:
     """The fields of a request, with the value of those whose value matters."""
     fields = _body(body)
     for name, value in fields.items():
