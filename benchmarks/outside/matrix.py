@@ -24,6 +24,9 @@ CODE = ("agentrl/gateway", "agentrl/agent", "benchmarks/outside/session.py")
 PAGE = stored.ROOT / "docs" / "bring-your-own-agent.md"
 BEGIN = "<!-- made by benchmarks/outside_programs.py --markdown: begin -->"
 END = "<!-- made by benchmarks/outside_programs.py --markdown: end -->"
+USUAL = ("tools", "max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stream_options")
+"""Options that the table does not show."""
+
 _HEADS = ("chat completions", "streamed", "Responses", "streamed", "Messages", "streamed")
 
 
@@ -31,13 +34,13 @@ def installed(program: Program, programs: Mapping[str, Program], work: Path) -> 
     """The folder of a program's environment. Installs it the first time."""
     folder = work / "environments" / program.environment
     source = programs[program.environment]
-    marker = folder / "version"
-    if not marker.exists() or marker.read_text() != source.version:
+    marker, packages = folder / "installed", json.dumps(source.install(Path())[1:])
+    if not marker.exists() or marker.read_text() != packages:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         print(f"installing {source.version} into {folder}", file=sys.stderr)
         subprocess.run(source.install(folder), check=True, stdout=sys.stderr)
-        marker.write_text(source.version)
+        marker.write_text(packages)
     return folder
 
 
@@ -47,7 +50,8 @@ def cell_path(program: Program, way: Way, work: Path) -> Path:
 
 def measured_code(program: Program, way: Way) -> dict[str, str]:
     """What a cell depends on: the code, and how the program is run. A cell whose code differs is measured again."""
-    script = [inspect.getsource(program.says), repr((program.models, program.prints, way.command, sorted(way.environment.items())))]
+    script = [inspect.getsource(program.says), *program.install(Path())[1:], program.prints, *program.models]
+    script += [*way.command, *sorted(f"{name}={value}" for name, value in way.environment.items())]
     files = [file.read_text() for _, file in sorted(way.files.items())]
     total = hashlib.sha256(json.dumps([program.version, script, files]).encode()).hexdigest()[:16]
     return {**{path: stored.digest(path) for path in CODE}, "way": total}
@@ -85,15 +89,14 @@ def table(cells: Iterable[Mapping[str, Any]], programs: Mapping[str, Program]) -
     by_program: dict[str, dict[str, Mapping[str, Any]]] = {}
     for cell in cells:
         by_program.setdefault(cell["program"], {})[cell["column"]] = cell
-    lines = [f"| program | {' | '.join(_HEADS)} | trajectories | options that it sends |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
+    lines = [f"| program | {' | '.join(_HEADS)} | turns of each trajectory | uses |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
     notes: list[str] = []
     for name, row in by_program.items():
         program = programs[name]
         shown = [_shown(row.get(column), program.absent.get(column, ""), f"{name}, {column}", notes) for column in COLUMNS]
         shapes = sorted({_shape(cell["trajectories"]) for cell in row.values() if not cell["reason"]})
-        options = sorted({option for cell in row.values() for option in cell["options"]})
-        some = ", ".join(f"`{one}`" for one in options)
-        about = f"{program.features}: {some}" if program.features else some
+        options = sorted({option for cell in row.values() for option in cell["options"]} - set(USUAL))
+        about = ", ".join(filter(None, (program.features, *(f"`{one}`" for one in options))))
         lines.append(f"| {program.version} | {' | '.join(shown)} | {'; '.join(shapes)} | {about} |")
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
