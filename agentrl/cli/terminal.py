@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class _Outbox:
         self._writes = 0  # writes that ended
         self._delivering = False
         self._dropped = False  # whether output before that in `_waiting` was dropped
-        self._abandoned = False
+        self.abandoned = False  # no reader reads: further output is dropped
         self._error: OSError | None = None
         threading.Thread(target=self._deliver, name="agentrl-output", daemon=True).start()
 
@@ -85,7 +85,7 @@ class _Outbox:
         """Raises the `OSError` of an earlier write, such as for a full disk."""
         with self._changed:
             self._raise()
-            if self._abandoned:
+            if self.abandoned:
                 return
             self._waiting.append(data)
             self._size += len(data)
@@ -101,10 +101,10 @@ class _Outbox:
                 while self._waiting or self._delivering:
                     before = self._writes
                     if not self._changed.wait(patience_s) and self._writes == before:
-                        self._abandoned = True
+                        self.abandoned = True
                         return
             except KeyboardInterrupt:
-                self._abandoned = True
+                self.abandoned = True
             self._raise()
 
     def _raise(self) -> None:
@@ -165,11 +165,24 @@ class _Lasting(io.FileIO):
 
 
 def settle() -> None:
-    """Delivers what a run printed, called last in a command. Waits for `PATIENCE_S` for a reader that does not read."""
-    for stream, raw in _lasting_streams():
-        if raw.outbox is not None:
-            stream.flush()
-            raw.outbox.settle(PATIENCE_S)
+    """Delivers what a run printed, called last in a command. Waits for `PATIENCE_S` for a reader that does not read.
+
+    Later output, such as a traceback, is written directly. Raises `OSError` for output that was lost, such as for a full disk.
+    """
+    with ExitStack() as stack:
+        for stream, raw in _lasting_streams():
+            stack.callback(_settle, stream, raw)
+
+
+def _settle(stream: TextIO, raw: _Lasting) -> None:
+    if (outbox := raw.outbox) is None:
+        return
+    try:
+        stream.flush()
+        outbox.settle(PATIENCE_S)
+    finally:
+        if not outbox.abandoned:
+            raw.outbox = None
 
 
 def _lasting_streams() -> Iterator[tuple[TextIO, _Lasting]]:
