@@ -11,7 +11,7 @@ import typer
 from agentrl import __version__
 from agentrl.cli import failures, fuzz, history, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
 from agentrl.cli import sample as sampling
-from agentrl.cli.terminal import outlast_readers
+from agentrl.cli.terminal import outlast_readers, settle
 from agentrl.run.ending import explain, stopped
 from agentrl.secrets import Redacting
 
@@ -96,4 +96,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
             print("stopped", file=sys.stderr)
             sys.exit(130)
         sys.exit(explain(error))
+    finally:
+        settle()
     sys.exit(0)

@@ -1,14 +1,23 @@
-"""Lets a command finish when its terminal or the reader of its pipe goes away. Its further output is dropped."""
+"""Lets a command finish when its terminal or the reader of its pipe goes away, or stays and does not read.
+
+If the reader is gone, further output is dropped. During a run no write waits for a reader: a thread delivers the output, and if the reader
+does not read, the oldest output is dropped.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import select
 import signal
+import stat
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -16,6 +25,13 @@ if TYPE_CHECKING:
 
 _GONE = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN})
 """Errors of a write to a closed pipe, terminal or socket. A full disk is not among them, because a result would be lost."""
+
+
+PATIENCE_S = 30.0
+_MOST = 1 << 20  # bytes of output that wait for a reader
+_CHUNK = 4096  # bytes of one write
+_PAUSE_S = 0.05
+_DROPPED = b"\n[output is missing here: it was not read in time. The run folder has all figures]\n"
 
 
 def outlast_readers() -> None:
@@ -44,10 +60,100 @@ def _lasting(stream: TextIO, original: TextIO | None) -> TextIO:
     )
 
 
+class _Outbox:
+    """Output that a thread writes, so that the writer of it never waits. At most `_MOST` bytes wait; the oldest make room."""
+
+    def __init__(self, write: Callable[[bytes], int]) -> None:
+        self._write = write
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting = deque[bytes]()
+        self._size = 0  # bytes in `_waiting`
+        self._writes = 0  # writes that ended
+        self._delivering = False
+        self._dropped = False  # whether output before that in `_waiting` was dropped
+        self.abandoned = False  # no reader reads: further output is dropped
+        self._error: OSError | None = None
+        threading.Thread(target=self._deliver, name="agentrl-output", daemon=True).start()
+
+    @property
+    def usable(self) -> bool:
+        """False in a forked child, which has no such thread."""
+        return os.getpid() == self._process
+
+    def put(self, data: bytes) -> None:
+        """Raises the `OSError` of an earlier write, such as for a full disk."""
+        with self._changed:
+            self._raise()
+            if self.abandoned:
+                return
+            self._waiting.append(data)
+            self._size += len(data)
+            while self._size > _MOST and len(self._waiting) > 1:
+                self._size -= len(self._waiting.popleft())
+                self._dropped = True
+            self._changed.notify_all()
+
+    def settle(self, patience_s: float) -> None:
+        """Waits until everything is delivered. If the reader reads nothing for `patience_s`, drops the rest. Raises `OSError`."""
+        with self._changed:
+            try:
+                while self._waiting or self._delivering:
+                    before = self._writes
+                    if not self._changed.wait(patience_s) and self._writes == before:
+                        self.abandoned = True
+                        return
+            except KeyboardInterrupt:
+                self.abandoned = True
+            self._raise()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _deliver(self) -> None:
+        while True:
+            with self._changed:
+                self._delivering = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting)
+                data = self._waiting.popleft()
+                self._size -= len(data)
+                self._delivering = True
+                if self._dropped:
+                    data, self._dropped = _DROPPED + data, False
+            try:
+                while data:
+                    if written := self._write(data[:_CHUNK]):
+                        data = data[written:]
+                        self._end_write()
+                    else:  # a descriptor that its owner made non-blocking
+                        time.sleep(_PAUSE_S)
+            except OSError as error:
+                self._error = error
+                self._end_write()
+
+    def _end_write(self) -> None:
+        with self._changed:
+            self._writes += 1
+            self._changed.notify_all()
+
+
 class _Lasting(io.FileIO):
     """A descriptor that is redirected to /dev/null if its reader goes away, for all writers in this process and its later children."""
 
+    outbox: _Outbox | None = None
+
     def write(self, data: ReadableBuffer, /) -> int:
+        if self.outbox is None or not self.outbox.usable:
+            return self.write_now(data)
+        content = bytes(data)
+        self.outbox.put(content)
+        return len(content)
+
+    def write_now(self, data: ReadableBuffer, /) -> int:
+        """Writes, and waits for a reader if there is one."""
         try:
             return super().write(data)
         except OSError as error:
@@ -58,14 +164,54 @@ class _Lasting(io.FileIO):
             return len(memoryview(data).cast("B"))
 
 
+def settle() -> None:
+    """Delivers what a run printed, called last in a command. Waits for `PATIENCE_S` for a reader that does not read.
+
+    Later output, such as a traceback, is written directly. Raises `OSError` for output that was lost, such as for a full disk.
+    """
+    with ExitStack() as stack:
+        for stream, raw in _lasting_streams():
+            stack.callback(_settle, stream, raw)
+
+
+def _settle(stream: TextIO, raw: _Lasting) -> None:
+    if (outbox := raw.outbox) is None:
+        return
+    try:
+        stream.flush()
+        outbox.settle(PATIENCE_S)
+    finally:
+        if not outbox.abandoned:
+            raw.outbox = None
+
+
+def _lasting_streams() -> Iterator[tuple[TextIO, _Lasting]]:
+    for stream in (sys.stdout, sys.stderr):
+        buffer = getattr(stream, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)
+        if isinstance(raw, _Lasting):
+            yield stream, raw
+
+
+def _stop_waiting() -> None:
+    """From now on writes to standard output and error do not wait for a reader. A file needs none, and is written to directly."""
+    for stream, raw in _lasting_streams():
+        if raw.outbox is None and not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+            stream.flush()
+            raw.outbox = _Outbox(raw.write_now)
+
+
 @contextmanager
 def outlasting_terminal(note: Callable[[str], object] = lambda text: None) -> Iterator[None]:
-    """Lets the block continue when its terminal closes (SIGHUP). Does nothing under nohup, which ignores the signal.
+    """Lets the block continue when its terminal closes (SIGHUP), or when no reader reads what it prints.
+
+    Under nohup, which ignores the signal, it is still ignored.
 
     Args:
         note: called once with a message about the signal. It must not write to standard output or error, because the signal may
             interrupt a write to them.
     """
+    _stop_waiting()
     before = signal.getsignal(signal.SIGHUP)
     if before is signal.SIG_IGN:
         yield
@@ -78,8 +224,9 @@ def outlasting_terminal(note: Callable[[str], object] = lambda text: None) -> It
         if not heard:
             heard = True
             text = f"the terminal was closed (SIGHUP); process {os.getpid()} continues. To end it: kill {os.getpid()}"
-            with suppress(OSError):
-                os.write(2, f"{text}\n".encode())
+            with suppress(OSError, ValueError):
+                if select.select((), (2,), (), 0)[1]:  # otherwise no reader reads
+                    os.write(2, f"{text}\n".encode())
             note(text)
 
     signal.signal(signal.SIGHUP, closed)  # a handler, because children would inherit SIG_IGN

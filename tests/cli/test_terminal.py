@@ -74,6 +74,71 @@ def test_a_run_without_a_result_still_exits_with_1_when_nobody_reads(tmp_path: P
     assert subprocess.run(["bash", "-c", shell, "bash", *args], capture_output=True, timeout=120).returncode == 1
 
 
+@pytest.mark.parametrize(("stream", "blocking"), [("stdout", True), ("stdout", False), ("stderr", True)])
+def test_a_reader_that_does_not_read_stops_no_run(stream: str, blocking: bool, tmp_path: Path) -> None:
+    """`agentrl train | sleep 1000`: the run ends, writes its results, and exits as ever, although the pipe is full all the time."""
+    run = tmp_path / "run"
+    args = command(run, steps=4000)
+    args[2] = "import agentrl.cli.terminal as terminal\nterminal.PATIENCE_S = 1.0\n" + args[2]
+    read, write = os.pipe()
+    os.set_blocking(write, blocking)
+    other = {"stdout": "stderr", "stderr": "stdout"}[stream]
+    began = time.monotonic()
+    with open(tmp_path / "other", "wb") as file:
+        child = subprocess.Popen(args, **{stream: write, other: file})
+        os.close(write)
+        assert child.wait(120) == 0
+    assert_finished(run, 4000)
+    assert time.monotonic() - began < 60
+    printed = b""
+    while some := os.read(read, 1 << 16):
+        printed += some
+    os.close(read)
+    assert 60_000 < len(printed) < 70_000, "what a pipe holds"
+    if stream == "stderr":
+        assert b"report " in (tmp_path / "other").read_bytes()
+
+
+@pytest.mark.parametrize(("most", "whole"), [(1 << 20, True), (1 << 14, False)])
+def test_a_reader_that_reads_late_gets_the_result(most: int, whole: bool, tmp_path: Path) -> None:
+    run, steps = tmp_path / "run", 3000
+    args = command(run, steps=steps)
+    args[2] = f"import agentrl.cli.terminal as terminal\nterminal._MOST = {most}\n{args[2]}"
+    child = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (run / "summary.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    printed, _ = child.communicate(timeout=60)
+    assert child.returncode == 0 and b"report " in printed[-1000:], printed[-1000:]
+    assert (b"output is missing here" in printed) is not whole
+    assert (printed.count(b"a line\n") == steps) is whole
+    assert len(printed) > 70_000, "more than a pipe holds, up to the newest"
+
+
+def test_a_full_disk_and_a_forked_child_are_as_without_a_run(tmp_path: Path) -> None:
+    code = """
+        import os, sys
+        from agentrl.cli.terminal import outlast_readers, outlasting_terminal, settle
+        outlast_readers()
+        with outlasting_terminal():
+            print("of the parent", flush=True)
+            settle()
+            if os.fork() == 0:
+                print("of the child", flush=True)
+                os._exit(0)
+            os.wait()
+            print("last")
+        settle()
+    """
+    args = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(args, capture_output=True, timeout=60, check=True).stdout == b"of the parent\nof the child\nlast\n"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode != 0 and b"No space left" in done.stderr
+
+
 def started(args: list[str], run: Path) -> tuple[int, int]:
     """A command in a terminal of its own, once its run goes: its process, and the terminal's other end."""
     child, terminal = pty.fork()

@@ -2,7 +2,8 @@
 
 Reads three forms of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one
 attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
-`gen_ai.output.messages` with their parts, on spans, events or the one log record of a call). Every call repeats the conversation before it;
+`gen_ai.output.messages` with their parts, on spans, events or the one log record of a call). `otel_numbered` reads the forms of other
+conventions. Every call repeats the conversation before it;
 `otel_lines` joins them into one conversation.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats import openai
+from agentrl.failure.formats import openai, otel_numbered
 from agentrl.failure.formats.files import Document, Unreadable
 from agentrl.failure.formats.otel_lines import Agent, Call, Entry, ToolRun, Unit, trace
 from agentrl.failure.formats.otlp import Event, Key, Span, entries
@@ -35,6 +36,8 @@ _CHOICE = "gen_ai.choice"
 _CALLS = ("chat", "generate_content", "text_completion")
 _INPUT, _OUTPUT, _SYSTEM = "gen_ai.input.messages", "gen_ai.output.messages", "gen_ai.system_instructions"
 _PROMPT, _COMPLETION = "gen_ai.prompt", "gen_ai.completion"
+_MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.response.model", "llm.request.model", "llm.model_name")
+_CONVERSATION = ("gen_ai.conversation.id", "session.id")
 _WHOLE = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events with all messages, up to v1.27
 _SPOKEN = (_INPUT, _OUTPUT, _PROMPT, _COMPLETION)
 _STRUCTURED = ("message", "tool_calls", "index")  # which attributes can only hold as JSON text
@@ -119,13 +122,17 @@ class Gathered:
         operation = attributes.get("gen_ai.operation.name")
         if operation == "execute_tool":
             self.runs[span.key] = _run(span)
-        elif operation in ("invoke_agent", "create_agent"):
-            self.agents[span.key] = Agent(key=span.key, name=label(attributes.get("gen_ai.agent.name")), start=span.start)
-        if operation not in _CALLS and not any(name in attributes for name in _SPOKEN):
+        elif attributes.get("openinference.span.kind") == "TOOL":
+            self.runs[span.key] = _run_of_openinference(span)
+        elif operation in ("invoke_agent", "create_agent") or attributes.get("openinference.span.kind") == "AGENT":
+            name = label(attributes.get("gen_ai.agent.name") or attributes.get("agent.name"))
+            self.agents[span.key] = Agent(key=span.key, name=name, start=span.start)
+        spoken_there = any(name in attributes for name in _SPOKEN) or otel_numbered.has_messages(attributes)
+        if operation not in _CALLS and not spoken_there:
             return
         one = self._call(span)
         one.parent, one.start, one.end, one.error, one.has_span = span.parent, span.start, span.end, span.error, True
-        one.of_agent = operation == "invoke_agent"
+        one.of_agent = operation == "invoke_agent" or attributes.get("openinference.span.kind") == "AGENT"
         self._take(one, attributes)
 
     def _call(self, of: Span | Event) -> Call:
@@ -173,21 +180,25 @@ class Gathered:
 
     def _take(self, one: Call, attributes: Mapping[str, Any]) -> None:
         """Takes over what the attributes of a call's span, or of its record, say."""
-        one.model = one.model or label(attributes.get("gen_ai.response.model") or attributes.get("gen_ai.request.model"))
-        one.conversation = one.conversation or label(attributes.get("gen_ai.conversation.id"))
-        one.agent_name = one.agent_name or label(attributes.get("gen_ai.agent.name"))
+        one.model = one.model or _first_label(attributes, _MODEL)
+        one.conversation = one.conversation or _first_label(attributes, _CONVERSATION)
+        one.agent_name = one.agent_name or _first_label(attributes, ("gen_ai.agent.name", "agent.name"))
         if not one.inputs:
             told = [*_instructions(attributes.get(_SYSTEM), one.gaps), *_messages(attributes, _INPUT, one.gaps)]
             told = told or list(_plain(attributes, _PROMPT, "user", one.gaps))
+            told = told or list(otel_numbered.messages(attributes, otel_numbered.PROMPTS, "user", one.gaps, _message))
             one.inputs, one.whole_inputs = [self._kept(message) for message in told], bool(told)
         if not one.outputs:
             said = list(_messages(attributes, _OUTPUT, one.gaps)) or list(_plain(attributes, _COMPLETION, "assistant", one.gaps))
+            said = said or list(otel_numbered.messages(attributes, otel_numbered.COMPLETIONS, "assistant", one.gaps, _message))
             if len(said) > 1 and all(message.message.role == "assistant" for message in said):
                 one.gaps.add("choices besides the first", len(said) - 1)
                 said = said[:1]
             one.outputs, one.whole_outputs = [self._kept(message) for message in said], bool(said)
         if not one.tools and "gen_ai.tool.definitions" in attributes:
             one.tools = tools(_decoded(attributes["gen_ai.tool.definitions"]), one.gaps)
+        elif not one.tools:
+            one.tools = tools(otel_numbered.definitions(attributes, one.gaps), one.gaps)
 
     def _kept(self, message: Spoken) -> Entry:
         """The one entry of this message."""
@@ -216,6 +227,28 @@ def _run(span: Span) -> ToolRun:
         start=span.start,
         end=span.end,
     )
+
+
+def _run_of_openinference(span: Span) -> ToolRun:
+    attributes = span.attributes
+    arguments = _decoded(attributes.get("tool.parameters", attributes.get("input.value")))
+    result = attributes.get("output.value")
+    return ToolRun(
+        key=span.key,
+        name=label(attributes.get("tool.name")),
+        id=string(attributes.get("tool_call.id"), "tool_call.id"),
+        arguments=arguments if isinstance(arguments, dict) else None,
+        result=None if result is None else as_text(result, "output.value"),
+        failed=bool(span.error),
+        error=span.error,
+        start=span.start,
+        end=span.end,
+    )
+
+
+def _first_label(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The first of some attributes that is set."""
+    return label(next((attributes[key] for key in keys if attributes.get(key)), None))
 
 
 def _fields(event: Event) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Spans, their events and log records of OTLP in its JSON form, as collectors and the SDKs' file exporters write them.
 
 Described at https://opentelemetry.io/docs/specs/otlp/ and in opentelemetry/proto/trace/v1/trace.proto. Only what tells of generative AI
-is kept: attributes that begin with `gen_ai.`, and how spans hang together.
+is kept: attributes of one of its conventions, and how spans hang together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from agentrl.failure.formats.values import an_object, kind, label, names, object
 Key = tuple[str, str]
 """Trace id and span id, as they are written: in hex, or in base64 by those who do not follow the specification."""
 
-_KEPT = ("gen_ai.", "error.", "event.")
+_OPENINFERENCE = ("llm.", "openinference.span.kind", "session.id", "agent.name", "tool.", "tool_call.id", "input.value", "output.value")
+_KEPT = ("gen_ai.", "error.", "event.", *_OPENINFERENCE)
 _DEEPEST = 70
 _LONGEST_ID = 64
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
