@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -52,10 +53,19 @@ async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
     assert DRIVER.figures()["loop_lag_ms_max"] < 1000 * STALL_S, "figures are those since the last call"
 
 
+async def test_nothing_is_reported_while_no_episode_waits(alerts: list[str]) -> None:
+    gc.collect()
+    await hold()
+    await asyncio.sleep(3 * TICK_S)
+    assert alerts == [] and DRIVER.figures()["loop_lag_ms_max"] > 1000 * STALL_S
+
+
 async def test_the_alert_says_which_code_held_the_loop(alerts: list[str]) -> None:
+    episode = Stalls()
     await usercode.call(hold, what="tool search", timeout_s=30.0)
     await asyncio.sleep(3 * TICK_S)
     assert len(alerts) == 1 and "tool search held it" in alerts[0] and "asyncio.to_thread" in alerts[0]
+    assert episode.seconds > STALL_S, "another episode waited"
 
 
 async def test_a_stall_counts_before_it_is_measured(alerts: list[str]) -> None:
