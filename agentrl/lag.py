@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import Context, ContextVar, copy_context
+from weakref import WeakSet
 
 TICK_S = 0.05
 """Seconds between two measurements."""
@@ -57,7 +58,7 @@ class LoopLag:
 
     @asynccontextmanager
     async def watched(self, alert: Callable[[str], None]) -> AsyncIterator[None]:
-        """Measures the lag of the running loop during the block. `alert` is called once, at the first stall."""
+        """Measures the lag of the running loop during the block. `alert` is called once, at the first stall for which an episode waits."""
         task = asyncio.create_task(self._watch(alert), name="lag of the event loop")
         try:
             yield
@@ -76,7 +77,7 @@ class LoopLag:
             self._late.append(late)
             if late >= STALL_S:
                 self._stalled_s += late
-                if not alerted:
+                if not alerted and _counts:
                     alerted = True
                     alert(self._cause(late, time.thread_time() - computed_s))
             self._holder = (0.0, "")
@@ -98,6 +99,7 @@ class LoopLag:
 
 DRIVER = LoopLag()
 """The loop of this process."""
+_counts: WeakSet[Stalls] = WeakSet()  # of what waits now
 
 
 class Stalls:
@@ -106,6 +108,7 @@ class Stalls:
     def __init__(self, parent: Stalls | None = None) -> None:
         self._parent = parent
         self._since, self._own_s = DRIVER.stalled_s, 0.0
+        _counts.add(self)
 
     @property
     def seconds(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -43,19 +44,30 @@ async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
     for _ in range(2):
         await hold()
         await asyncio.sleep(3 * TICK_S)
-    assert stalls.seconds == pytest.approx(2 * HOLD_S, abs=0.5)
+    assert stalls.seconds > 2 * (HOLD_S - 2 * TICK_S)
     (alert,) = alerts
-    assert "stood still for 1." in alert and "the process got no CPU time" in alert and "no fault of the policy" in alert
+    assert (
+        "the driver's event loop stood still for" in alert and "the process got no CPU time" in alert and "no fault of the policy" in alert
+    )
     figures = DRIVER.figures()
-    assert 1000 * STALL_S <= figures["loop_lag_ms_max"] <= 3000 and figures["loop_lag_ms_p99"] <= figures["loop_lag_ms_max"]
+    assert figures["loop_lag_ms_max"] >= 1000 * STALL_S and figures["loop_lag_ms_p99"] <= figures["loop_lag_ms_max"]
     await asyncio.sleep(3 * TICK_S)
     assert DRIVER.figures()["loop_lag_ms_max"] < 1000 * STALL_S, "figures are those since the last call"
 
 
+async def test_nothing_is_reported_while_no_episode_waits(alerts: list[str]) -> None:
+    gc.collect()
+    await hold()
+    await asyncio.sleep(3 * TICK_S)
+    assert alerts == [] and DRIVER.figures()["loop_lag_ms_max"] > 1000 * STALL_S
+
+
 async def test_the_alert_says_which_code_held_the_loop(alerts: list[str]) -> None:
+    episode = Stalls()
     await usercode.call(hold, what="tool search", timeout_s=30.0)
     await asyncio.sleep(3 * TICK_S)
     assert len(alerts) == 1 and "tool search held it" in alerts[0] and "asyncio.to_thread" in alerts[0]
+    assert episode.seconds > STALL_S, "another episode waited"
 
 
 async def test_a_stall_counts_before_it_is_measured(alerts: list[str]) -> None:
@@ -119,7 +131,7 @@ async def call(tool: Waits, *, limit_s: float, record: CallRecord | None) -> str
 @pytest.mark.parametrize("recorded", [False, True])
 async def test_a_deadline_that_passed_while_the_loop_stood_still_is_the_machines(late: bool, recorded: bool, alerts: list[str]) -> None:
     holding = asyncio.create_task(hold())
-    with pytest.raises(InfrastructureError, match=r"the driver's event loop stood still for 1\.\d s of it"):
+    with pytest.raises(InfrastructureError, match=r"the driver's event loop stood still for \d\.\d s of it"):
         await call(Waits(late=late), limit_s=1.5, record=trusted() if recorded else None)
     await holding
 

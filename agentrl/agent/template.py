@@ -33,7 +33,8 @@ MAX_RENDERED = 1 << 20
 _FOLDER = Path(__file__).parent / "templates"
 _ROOT = Path(__file__).resolve().parents[2]
 _CPU_S = 10
-_WALL_S = 120  # on a machine that is busy with something else
+_LOAD_S = 60  # of CPU time to load a tokenizer: 20 times what 262,000 tokens with 514,000 merges take on a slow core
+_WALL_S = 300  # on a machine that is busy with something else
 _MEMORY_BYTES = 4 << 30
 _CHILD = "from agentrl.agent.template import _child; _child()"
 _TOO_MUCH, _GAVE_UP = 3, 4  # exit statuses
@@ -94,8 +95,8 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
 def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
     """Loads the tokenizer of a model in a separate process, encodes and decodes texts, and tests its template, or `text`.
 
-    Raises `UserError` as `try_template`, and for a tokenizer that exceeds the bounds or makes its library fail. The later load reports all
-    other errors of the tokenizer.
+    Raises `UserError` as `try_template`, and for a tokenizer that exceeds the bounds or makes its library fail. Loading it has a bound of
+    its own, because a large vocabulary takes seconds. The later load reports all other errors of the tokenizer.
 
     The same files are tried once in a process.
     """
@@ -119,7 +120,8 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
     if code is not None and code > 0 and code != _TOO_MUCH:
         raise UserError(f"{what} could not be tried: {said[-500:]}", fix="report this as a bug")
     if code != 0:
-        bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"
+        load = "" if folder is None else f"{_LOAD_S} s of CPU time to load it, then "
+        bounds = f"{load}{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"
         raise UserError(f"{what} does not end within bounds ({bounds})", fix="use another template, such as hermes, or another model")
 
 
@@ -151,9 +153,10 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
         from agentrl.agent.pretrained import auto_tokenizer
 
         load = auto_tokenizer().from_pretrained
-    _bound(cpu_s)
+    _bound(cpu_s, _LOAD_S if load is not None else 0)
     try:
         tokenizer = None if load is None else load(folder, trust_remote_code=False)
+        _bound_time(cpu_s)
         text = text or (None if tokenizer is None else one_template(tokenizer.chat_template))
         if isinstance(text, str):
             _render_all(render_jinja_template, text)
@@ -170,15 +173,21 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
         sys.exit(_GAVE_UP)
 
 
-def _bound(cpu_s: float) -> None:
-    """Bounds the further CPU time and memory of this process, in addition to what its imports have used."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # CPU time of the process; the signal ends it
+def _bound(cpu_s: float, load_s: float) -> None:
+    """Bounds the further CPU time and memory of this process, in addition to what its imports have used. Loading a tokenizer may take
+    `load_s`, until `_bound_time` is called again."""
+    _bound_time(load_s or cpu_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    bound = math.ceil(used.ru_utime + used.ru_stime + cpu_s) + 1
+    bound = math.ceil(used.ru_utime + used.ru_stime + load_s + cpu_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (bound, bound + 1))
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, taken + _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _bound_time(cpu_s: float) -> None:
+    """Has a signal end this process after this much further CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def _render_all(render: Callable[..., tuple[list[str], Any]], text: str) -> None:

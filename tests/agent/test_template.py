@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from pathlib import Path
 
 import pytest
 
-from agentrl.agent.template import MAX_BYTES, SHIPPED, read_template, try_template
+from agentrl.agent import template as template_module
+from agentrl.agent.template import MAX_BYTES, SHIPPED, read_template, try_template, try_tokenizer
 from agentrl.errors import UserError
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -79,3 +82,37 @@ def _is_stopped(text: str) -> None:
 @pytest.mark.parametrize("text", ["{{ raise_exception('no') }}", "\ud800{% if %}"])
 def test_other_faults_are_left_to_be_told_with_the_tokenizer(text: str) -> None:
     try_template(text)
+
+
+def write_large_tokenizer(folder: Path) -> Path:
+    """A byte-level BPE of 262,000 tokens with 514,000 merges, the numbers of Gemma 3's."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters, alphabet = "etaoinshrdlu", sorted(ByteLevel.alphabet())
+    words = ["".join(word) for size in range(2, 6) for word in itertools.product(letters, repeat=size)][: 262_000 - len(alphabet)]
+    splits = ([word[:at], word[at:]] for at in (1, 2, 3) for word in words if at < len(word))
+    end = {"content": "<|im_end|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    vocabulary = {token: number for number, token in enumerate((*alphabet, *words))}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": list(itertools.islice(splits, 514_000))}
+    data = {
+        "version": "1.0",
+        "added_tokens": [{"id": len(vocabulary), **end}],
+        "normalizer": None,
+        "pre_tokenizer": bytes_,
+        "decoder": bytes_,
+        "model": model,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": read_template("hermes", folder)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_time_to_load_a_large_vocabulary_is_not_the_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(write_large_tokenizer(tmp_path))
+    try_tokenizer(folder, cpu_s=1.0)  # loading takes more than twice as long
+    child = "from agentrl.agent import template; template._LOAD_S = 0.5; template._child()"
+    monkeypatch.setattr(template_module, "_CHILD", child)
+    with pytest.raises(UserError, match=r"does not end within bounds \(60 s of CPU time to load it, then 2 s of CPU time"):
+        try_tokenizer(folder, cpu_s=2.0)
