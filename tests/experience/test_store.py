@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,10 +131,26 @@ def test_names_of_missing_groups_are_bounded(store: SqliteStore) -> None:
         store.groups(range(9))
 
 
-def test_what_is_stored_survives_a_power_cut(store: SqliteStore) -> None:
+@pytest.mark.parametrize("default", ["FULL", "NORMAL"])
+def test_what_is_stored_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: str) -> None:
+    """Builds of SQLite differ in what a connection starts with."""
+    connect = sqlite3.connect
+
+    def of_such_a_build(*path: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*path, **options)
+        connection.execute(f"PRAGMA synchronous = {default}")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", of_such_a_build)
+    store = SqliteStore(tmp_path / "experience.sqlite")
     (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
     (journal,) = store._connection.execute("PRAGMA journal_mode").fetchone()
+    store.close()
     assert (synchronous, journal) == (2, "wal"), "2 is FULL: with it alone a commit in write-ahead mode is synced before it returns"
+
+
+def test_another_process_may_write_for_half_a_minute(store: SqliteStore) -> None:
+    assert store._connection.execute("PRAGMA busy_timeout").fetchone() == (30_000,)
 
 
 @pytest.mark.parametrize("ending", ["close", "failed start"])

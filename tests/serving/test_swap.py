@@ -238,7 +238,7 @@ async def test_a_server_that_cannot_go_back_is_condemned(tmp_path: Path) -> None
     async with channel(tmp_path, broken) as (to, server, _):
         with pytest.raises(SwapError, match="must be restarted"):
             await swap(to, tmp_path, version)
-        assert not await server.alive()
+        assert not await server.alive() and server.end.startswith("version 0 could not be restored: ")
 
 
 async def test_a_file_that_is_not_the_published_one_never_reaches_the_server(tmp_path: Path) -> None:
@@ -276,15 +276,15 @@ async def test_the_report_is_in_milliseconds(tmp_path: Path, monkeypatch: pytest
         assert (report.stall_ms, report.total_ms) == (250.0, 750.0)
 
 
-async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["nothing else", "mode=abort"])
+async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go_back(tmp_path: Path, broken: str) -> None:
     """Requests that wait for the verdict on version 5 fail, and the error says why the server counts as lost."""
     engine, version = Engine(), publish(tmp_path, 5)
     engine.logprobs = (-1.0, -9.0)
 
     def breaking(call: Call) -> Any:
-        if call.path == "/update_weights" and call.body["update_info"]["folder"].endswith("/0"):
-            return 500, {"error": "gone"}
-        return engine(call)
+        loads = call.path == "/update_weights" and call.body["update_info"]["folder"].endswith("/0")
+        return (500, {"error": "gone"}) if loads or call.query == broken else engine(call)
 
     async with channel(tmp_path, breaking) as (to, server, _):
         with pytest.raises(SwapError, match=r"must be restarted: .*gone"):
@@ -293,7 +293,7 @@ async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go
         with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
             await asyncio.wait_for(server.weights.settle([5]), timeout=5)
         await server.weights.settle([0])
-        assert not await server.alive()
+        assert not await server.alive() and "gone" in server.end
 
 
 async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_prefix_with_it(tmp_path: Path) -> None:
@@ -350,7 +350,22 @@ async def test_a_delta_that_cannot_be_made_whole_leaves_the_old_version(tmp_path
     async with channel(tmp_path, Engine(update_weights=(500, {"error": "it does not fit"}))) as (to, server, _):
         with pytest.raises(SwapError, match="version 5: "):
             await swap(to, tmp_path, version)
-        assert server.weights.number == 0 and await server.alive() is not None
+        assert server.weights.number == 0 and not await server.alive()
+        assert server.end == "it died", "it has no process here; it was not condemned"
+
+
+async def test_a_whole_file_beside_a_delta_is_what_is_checked(tmp_path: Path) -> None:
+    version = delta(tmp_path, 5, 4)
+    folder = tmp_path / version.folder
+    deltas.materialize(folder)
+    (folder / deltas.FRAMES).unlink()
+    async with channel(tmp_path, Engine()) as (to, server, script):
+        await swap(to, tmp_path, version)
+        calls = len(script.calls)
+        (folder / deltas.WEIGHTS).write_bytes(b"X" + (folder / deltas.WEIGHTS).read_bytes()[1:])
+        with pytest.raises(SwapError, match=r"model.safetensors is not the file that was published"):
+            await swap(to, tmp_path, version)
+        assert len(script.calls) == calls and server.weights.number == 5
 
 
 @pytest.mark.parametrize("what", ["frames", "record", "missing", "another"])
