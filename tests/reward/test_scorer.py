@@ -533,6 +533,11 @@ def test_what_is_late_is_not_the_episodes_unless_the_best_one_is_scored_and_this
     assert score.blame is Blame.INFRASTRUCTURE and verifier.seen == ["best", "x", "x", "x"]
 
 
+def test_the_worst_value_so_far_is_remembered_after_better_ones() -> None:
+    *_, score = judged_by(Changing(low=[-3.0], high=[1.0], boom=[KeyError("k")]), "low", "high", "boom")
+    assert score.value == -3.0
+
+
 def test_texts_of_a_failing_verifier_are_cut() -> None:
     long = KeyError("x" * 5000)
     (score,) = judged_by(Changing(boom=[long]), "boom")
