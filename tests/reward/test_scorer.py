@@ -457,16 +457,16 @@ async def test_an_audit_of_a_score_that_there_is_loads_its_verifiers() -> None:
 
 
 async def test_an_episode_without_a_value_is_not_audited() -> None:
-    asked: list[str] = []
+    calls: list[str] = []
 
     async def counts(task: Task, episode: Episode) -> Score:
-        asked.append(episode.id)
+        calls.append(episode.id)
         return Score(value=1.0)
 
     scorer = TaskScorer(audit=("counts",), _verifiers={"counts": counts, "broken": broken})
-    assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and asked == []
+    assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and calls == []
     given = Score(value=None, reason="x")
-    assert await scorer.audited(task(), EPISODE, given) is given and asked == []
+    assert await scorer.audited(task(), EPISODE, given) is given and calls == []
     unaudited = Score(value=1.0)
     assert await TaskScorer().audited(task(), EPISODE, unaudited) is unaudited
 
@@ -552,15 +552,15 @@ async def test_the_evidence_names_a_harmless_answer_that_is_scored() -> None:
 
 
 def test_of_the_best_episodes_the_one_that_was_scored_fastest_is_kept() -> None:
-    def kept(*scores: tuple[float, float]) -> int:
+    def best_of(*scores: tuple[float, float]) -> int:
         scorer = TaskScorer()
         for number, (value, seconds) in enumerate(scores):
             scorer._judged("v", task(), replace(EPISODE, id=str(number)), value, seconds)
         return int(scorer._best["v"].episode.id)
 
-    assert kept((0.5, 1.0), (1.0, 9.0)) == 1 and kept((1.0, 9.0), (0.5, 1.0)) == 0
-    assert kept((1.0, 2.0), (1.0, 1.0)) == 1 and kept((1.0, 1.0), (1.0, 2.0)) == 0
-    assert kept((1.0, 1.0), (1.0, 1.0)) == 0
+    assert best_of((0.5, 1.0), (1.0, 9.0)) == 1 and best_of((1.0, 9.0), (0.5, 1.0)) == 0
+    assert best_of((1.0, 2.0), (1.0, 1.0)) == 1 and best_of((1.0, 1.0), (1.0, 2.0)) == 0
+    assert best_of((1.0, 1.0), (1.0, 1.0)) == 0
 
 
 async def test_the_time_of_scoring_is_measured() -> None:
