@@ -30,7 +30,17 @@ from typing import Any
 import pytest
 
 SLOW = ("numpy", "torch", "hypothesis", "httpx", "typer.testing", "xdist.scheduler", "rich.console", "pydantic", "jinja2", "transformers")
-OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--hypothesis-profile=quick", "--no-header", "--no-summary"]
+OPTIONS = [
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:randomly",
+    "--hypothesis-profile=quick",
+    "--hypothesis-seed=0",
+    "--no-header",
+    "--no-summary",
+]
 OPTIONS += ["-m", "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)"]
 
 

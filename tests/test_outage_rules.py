@@ -17,8 +17,8 @@ REFUSED = "connection refused"
 
 def decided(error: BaseException) -> str:
     """What an error is: `late` or `server` for an outage, else `request`."""
-    found = outage(error, {"query": "a"})
-    return "request" if found is None else "late" if found.late else "server"
+    report = outage(error, {"query": "a"})
+    return "request" if report is None else "late" if report.late else "server"
 
 
 def of_status(status: object) -> str:
@@ -158,8 +158,8 @@ def test_numbers_of_the_operating_system() -> None:
 
 
 def test_an_address_of_the_arguments_excuses_the_machine_but_not_the_network() -> None:
-    asked = {"url": "https://example.com/large"}
-    assert outage(OSError(errno.ENOSPC, "x"), asked) is not None and outage(OSError(errno.ENETUNREACH, "x"), asked) is None
+    arguments = {"url": "https://example.com/large"}
+    assert outage(OSError(errno.ENOSPC, "x"), arguments) is not None and outage(OSError(errno.ENETUNREACH, "x"), arguments) is None
 
 
 @pytest.mark.parametrize(
@@ -255,9 +255,9 @@ class Held:
         self.__dict__.update(attributes)
 
 
-def chosen(asked: dict[str, Any], text: str = "no", **attributes: Any) -> bool:
+def chosen(arguments: dict[str, Any], text: str = "no", **attributes: Any) -> bool:
     """Whether a failed connection is not an outage, because the arguments hold its address."""
-    return outage(named("ConnectError", args=(text,), **attributes), asked) is None
+    return outage(named("ConnectError", args=(text,), **attributes), arguments) is None
 
 
 @pytest.mark.parametrize(
@@ -316,16 +316,16 @@ def test_what_is_no_host_of_an_error(attributes: dict[str, Any]) -> None:
 
 
 def test_any_address_counts_if_the_error_has_only_numbers() -> None:
-    asked = {"url": "http://example.com/"}
+    arguments = {"url": "http://example.com/"}
     for host in ("10.0.0.1", "localhost", "fe80::1"):
-        assert chosen(asked, host=host)
-    assert chosen(asked) and not chosen({"query": "x"}) and not chosen({})
-    assert not chosen(asked, host="db.internal"), "the tool's own server"
-    assert not chosen(asked, text="Connect call failed ('10.0.0.1', 80)", host="db.internal")
+        assert chosen(arguments, host=host)
+    assert chosen(arguments) and not chosen({"query": "x"}) and not chosen({})
+    assert not chosen(arguments, host="db.internal"), "the tool's own server"
+    assert not chosen(arguments, text="Connect call failed ('10.0.0.1', 80)", host="db.internal")
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("arguments", "expected"),
     [
         ({"host": "db"}, True),
         ({"host": "two words"}, False),
@@ -338,8 +338,8 @@ def test_any_address_counts_if_the_error_has_only_numbers() -> None:
         ({"x" * 77 + "_url": "db"}, False),
     ],
 )
-def test_which_arguments_are_addresses(asked: dict[str, Any], expected: bool) -> None:
-    assert chosen_address(asked) is expected
+def test_which_arguments_are_addresses(arguments: dict[str, Any], expected: bool) -> None:
+    assert chosen_address(arguments) is expected
 
 
 def test_arguments_are_searched_8_levels_deep() -> None:

@@ -115,7 +115,7 @@ class Case:
         after = [one for one in self._calls if one.number > self._since and (one.ok or one.episode != self._call.episode)]
         seen = {one.episode: one.ok for one in after}  # the newest call of each
         up = sum(seen.values())
-        if len(seen) >= FEW and up < UP * len(seen):
+        if len(seen) >= FEW and up < UP * len(seen):  # so at least FEW have failed
             return False
         answers_here = any(one.ok and one.task == task for one in self._calls)
         if not answers_here and any(one.task == task for one in others):

@@ -457,16 +457,16 @@ async def test_an_audit_of_a_score_that_there_is_loads_its_verifiers() -> None:
 
 
 async def test_an_episode_without_a_value_is_not_audited() -> None:
-    asked: list[str] = []
+    calls: list[str] = []
 
     async def counts(task: Task, episode: Episode) -> Score:
-        asked.append(episode.id)
+        calls.append(episode.id)
         return Score(value=1.0)
 
     scorer = TaskScorer(audit=("counts",), _verifiers={"counts": counts, "broken": broken})
-    assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and asked == []
+    assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and calls == []
     given = Score(value=None, reason="x")
-    assert await scorer.audited(task(), EPISODE, given) is given and asked == []
+    assert await scorer.audited(task(), EPISODE, given) is given and calls == []
     unaudited = Score(value=1.0)
     assert await TaskScorer().audited(task(), EPISODE, unaudited) is unaudited
 
@@ -496,3 +496,78 @@ def test_an_outage_that_was_not_late_every_time_is_not_the_episodes(errors: tupl
     assert scored(scorer, judged, replace(EPISODE, answer="3"))[0].value == 1.0
     assert scored(scorer, judged, replace(EPISODE, answer="x"))[0].blame is Blame.INFRASTRUCTURE
     assert seen == ["3", "x", "x"]
+
+
+class Changing:
+    """A verifier whose answers change: for each call the score or the error that comes next for the episode's answer."""
+
+    def __init__(self, **planned: list[float | Exception]) -> None:
+        self.planned, self.seen = planned, list[str | None]()
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        self.seen.append(episode.answer)
+        given = self.planned.get(str(episode.answer) or "empty", [0.0])
+        result = given.pop(0) if len(given) > 1 else given[0]
+        if isinstance(result, Exception):
+            raise result
+        return Score(value=result)
+
+
+def judged_by(verifier: Changing, *answers: str, **options: Any) -> list[Score]:
+    scorer = TaskScorer(_verifiers={"v": verifier}, **options)
+    return [scored(scorer, replace(task(), verifiers=("v",)), replace(EPISODE, id=answer, answer=answer))[0] for answer in answers]
+
+
+def test_what_is_late_is_not_the_episodes_unless_the_best_one_is_scored_and_this_one_stays_late() -> None:
+    late = TimeoutError()
+    _, score = judged_by(Changing(best=[1.0], x=[late]), "best", "x")
+    assert score.value == 0.0 and "at what this episode says" in score.evidence
+    _, score = judged_by(Changing(best=[1.0, KeyError("k")], x=[late]), "best", "x")
+    assert score.blame is Blame.INFRASTRUCTURE, "the best one is not scored any more"
+    _, score = judged_by(Changing(best=[1.0], x=[late, late, late, 1.0]), "best", "x")
+    assert score.blame is Blame.INFRASTRUCTURE, "it came in time at last"
+    _, score = judged_by(Changing(best=[1.0], x=[late, late, late, SandboxError("gone")]), "best", "x")
+    assert score.blame is Blame.INFRASTRUCTURE
+    verifier = Changing(best=[1.0], x=[late])
+    _, score = judged_by(verifier, "best", "x", controls=False)
+    assert score.blame is Blame.INFRASTRUCTURE and verifier.seen == ["best", "x", "x", "x"]
+
+
+def test_the_worst_value_so_far_is_remembered_after_better_ones() -> None:
+    *_, score = judged_by(Changing(low=[-3.0], high=[1.0], boom=[KeyError("k")]), "low", "high", "boom")
+    assert score.value == -3.0
+
+
+def test_texts_of_a_failing_verifier_are_cut() -> None:
+    long = KeyError("x" * 5000)
+    (score,) = judged_by(Changing(boom=[long]), "boom")
+    assert score.value == 0.0 and len(score.evidence) == 2000
+    _, score = judged_by(Changing(best=[1.0, long], boom=[long]), "best", "boom")
+    assert score.blame is Blame.INFRASTRUCTURE and len(score.reason) == len("v: ") + 2000
+
+
+async def test_the_evidence_names_a_harmless_answer_that_is_scored() -> None:
+    score = await TaskScorer()(task("reads_a_number"), replace(EPISODE, answer="many"))
+    assert score.evidence.endswith("it scores an episode that submits '0'")
+
+
+def test_of_the_best_episodes_the_one_that_was_scored_fastest_is_kept() -> None:
+    def best_of(*scores: tuple[float, float]) -> int:
+        scorer = TaskScorer()
+        for number, (value, seconds) in enumerate(scores):
+            scorer._judged("v", task(), replace(EPISODE, id=str(number)), value, seconds)
+        return int(scorer._best["v"].episode.id)
+
+    assert best_of((0.5, 1.0), (1.0, 9.0)) == 1 and best_of((1.0, 9.0), (0.5, 1.0)) == 0
+    assert best_of((1.0, 2.0), (1.0, 1.0)) == 1 and best_of((1.0, 1.0), (1.0, 2.0)) == 0
+    assert best_of((1.0, 1.0), (1.0, 1.0)) == 0
+
+
+async def test_the_time_of_scoring_is_measured() -> None:
+    async def sleeps(task: Task, episode: Episode) -> Score:
+        await asyncio.sleep(0.1)
+        return Score(value=1.0)
+
+    scorer = TaskScorer(_verifiers={"v": sleeps})
+    await scorer(replace(task(), verifiers=("v",)), EPISODE)
+    assert 0.09 <= scorer._best["v"].seconds < 60

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from agentrl.contract.outputs import Collected
 from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, UserError
-from agentrl.records import Blame, ExecResult, Limits, Task
+from agentrl.records import Blame, EpisodeState, ExecResult, Limits, Task
+from agentrl.rollout.pace import OutOfTime
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.clock import run_virtually
 from agentrl.testing.sandboxes import printing
 
 PYTHON = '<tool_call>\n{"name": "python", "arguments": {"code": "print(3)"}}\n</tool_call>'
@@ -202,3 +205,87 @@ async def test_a_sandbox_that_dies_before_collecting_is_a_fault_of_the_machine(t
     episode = await make_runner(ScriptedPolicy(tokenizer, script), sandboxes).run(replace(task, outputs=("*",)), episode_id="e")
     assert episode.left_out and episode.failures[0].blame is Blame.INFRASTRUCTURE and episode.outputs == {}
     assert episode.trajectories[0].stop_reason == "failed"
+
+
+class Acting:
+    """An agent that rests, and takes some time to end."""
+
+    def __init__(self, rests_s: float, closes_s: float = 0.0) -> None:
+        self.rests_s, self.closes_s, self.closed = rests_s, closes_s, False
+
+    async def act(self, episode: Any) -> str:
+        try:
+            await asyncio.sleep(self.rests_s)
+        finally:
+            await asyncio.sleep(self.closes_s)
+            self.closed = True
+        return "answered"
+
+
+def test_an_agent_has_all_of_its_time_and_afterwards_the_time_to_close_its_tools(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    bounded = replace(task, limits=replace(task.limits, wall_s=60.0, tool_timeout_s=10.0))
+
+    def played(agent: Acting) -> Any:
+        runner = replace(make_runner(ScriptedPolicy.saying(tokenizer, "")), agent=agent)
+        return run_virtually(runner.run(bounded, episode_id="e"))
+
+    assert played(Acting(59.0)).trajectories[0].stop_reason == "answered"
+    closing = Acting(1000.0, closes_s=11.0)
+    assert played(closing).trajectories[0].stop_reason == "wall_limit" and closing.closed
+
+
+def test_a_continued_episode_has_the_rest_of_its_time(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states: list[EpisodeState] = []
+
+    async def keep(turn: int, capture: Any) -> None:
+        states.append(await capture())
+
+    def continued(spent_s: float, rests_s: float) -> str:
+        runner = replace(make_runner(ScriptedPolicy.saying(tokenizer, "")), agent=Acting(rests_s))
+        start = replace(states[0], wall_s=spent_s)
+        return str(run_virtually(runner.run(task, episode_id="e", start=start)).trajectories[0].stop_reason)
+
+    asyncio.run(make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT)).run(task, episode_id="e", on_turn=keep))
+    assert [continued(50.0, rests_s) for rests_s in (9.0, 11.0)] == ["answered", "wall_limit"]
+    assert [continued(spent_s, 0.5) for spent_s in (60.0, 70.0)] == ["wall_limit", "wall_limit"]
+
+
+async def test_the_running_episode_is_given_to_its_caller(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    begun: list[str] = []
+    await make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)).run(task, episode_id="e", on_begin=lambda life: begun.append(life.id))
+    assert begun == ["e"]
+
+
+async def test_an_end_for_want_of_time_with_a_bug_is_a_bug(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    class Failing(Acting):
+        async def act(self, episode: Any) -> str:
+            raise ExceptionGroup("g", [OutOfTime("no time"), KeyError("bug")])
+
+    episode = await replace(make_runner(ScriptedPolicy.saying(tokenizer, "")), agent=Failing(0.0)).run(task, episode_id="e")
+    assert episode.trajectories[0].stop_reason == "failed" and episode.failures[0].blame is Blame.INFRASTRUCTURE
+
+
+async def test_a_first_attempt_opens_its_sandbox_within_a_minute(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    waited: list[float] = []
+
+    class Opening(ScriptedSandboxes):
+        async def open(self, *args: Any, **options: Any) -> Any:
+            waited.append(options["timeout_s"])
+            return await super().open(*args, **options)
+
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), Opening(printing(""))).run(task, episode_id="e")
+    assert waited == [60.0] and episode.attempt == 0
+
+
+async def test_collecting_takes_sandbox_time_and_its_failure_is_cut(
+    tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slowly(sandbox: Any, outputs: Any) -> Collected:
+        await asyncio.sleep(0.1)
+        return Collected(files={}, refused={"a": "x" * 5000})
+
+    monkeypatch.setattr("agentrl.rollout.episode.collect", slowly)
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT))
+    episode = await runner.run(replace(task, outputs=("a",)), episode_id="e")
+    assert 0.1 <= episode.sandbox_s <= episode.wall_s
+    assert episode.failures[0].message == "a: " + "x" * 1997

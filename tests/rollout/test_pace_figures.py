@@ -81,41 +81,41 @@ def weighted_median(values: Sequence[tuple[float, float]]) -> float:
     return min(value for value, _ in values if 2 * math.fsum(weight for other, weight in values if other <= value) >= total * (1 - 1e-12))
 
 
-def load(one: Played, requests: Sequence[Played]) -> float:
+def load(subject: Played, requests: Sequence[Played]) -> float:
     """Mean number of requests in flight during a request."""
-    shared = (max(0.0, min(one.ends, other.ends) - max(one.begins, other.begins)) for other in requests)
-    return math.fsum(shared) / one.seconds
+    shared = (max(0.0, min(subject.ends, other.ends) - max(subject.begins, other.begins)) for other in requests)
+    return math.fsum(shared) / subject.seconds
 
 
-def others_read(one: Played, requests: Sequence[Played]) -> int:
-    return sum(other.reads for other in requests if one.begins < other.begins < one.ends)
+def others_read(subject: Played, requests: Sequence[Played]) -> int:
+    return sum(other.reads for other in requests if subject.begins < other.begins < subject.ends)
 
 
-def usual(one: Played, ended: Sequence[Played], requests: Sequence[Played]) -> float | None:
+def usual(subject: Played, ended: Sequence[Played], requests: Sequence[Played]) -> float | None:
     """The definition of `Pace.usual_s`, computed from all requests at once."""
-    kept = [other for other in ended if other.tokens and not (other.cut and other.tokens < other.seconds)]
-    if not kept:
+    counted = [other for other in ended if other.tokens and not (other.cut and other.tokens < other.seconds)]
+    if not counted:
         return None
-    count = one.at_most if one.tokens is None else max(1, one.tokens)
-    whole = [other for other in kept if not other.cut]
+    count = subject.at_most if subject.tokens is None else max(1, subject.tokens)
+    whole = [other for other in counted if not other.cut]
     sizes = {int(math.log2(other.tokens or 1)) for other in whole}
-    alike, least = kept, count
-    if sizes and not one.cut and one.tokens is not None:
+    alike, least = counted, count
+    if sizes and not subject.cut and subject.tokens is not None:
         below = [size for size in sizes if 2**size <= count]
         size = max(below) if below else min(sizes)
         alike = [other for other in whole if int(math.log2(other.tokens or 1)) == size]
         least = count if below else 2**size
     per_token = weighted_median([(other.seconds / (other.tokens or 1), other.tokens or 1) for other in alike])
     rate = weighted_median([((other.tokens or 1) * load(other, requests) / other.seconds, other.tokens or 1) for other in alike])
-    flight, works = load(one, requests), []
-    for other in kept:
+    flight, works = load(subject, requests), []
+    for other in counted:
         work = (other.tokens or 1) + READ * other.reads
         all_work = (other.tokens or 1) * load(other, requests) + READ * (other.reads + others_read(other, requests))
         works.append((other.seconds / work, all_work / other.seconds, work))
     per_work = weighted_median([(value, weight) for value, _, weight in works])
     work_rate = weighted_median([(value, weight) for _, value, weight in works])
-    mine = (count + READ * one.reads) * per_work
-    together = (count * flight + READ * (one.reads + others_read(one, requests))) / work_rate
+    mine = (count + READ * subject.reads) * per_work
+    together = (count * flight + READ * (subject.reads + others_read(subject, requests))) / work_rate
     return max(least * per_token, count * flight / rate, mine, together)
 
 
@@ -130,23 +130,26 @@ played = st.builds(
 )
 
 
-@given(requests=st.lists(played, min_size=2, max_size=10, unique_by=(lambda one: one.begins, lambda one: one.ends)))
+@given(requests=st.lists(played, min_size=2, max_size=10, unique_by=(lambda subject: subject.begins, lambda subject: subject.ends)))
 @settings(max_examples=100)
 def test_every_request_of_a_run_has_the_usual_time_of_its_definition(requests: list[Played]) -> None:
     pace, running, ended = Pace(), {}, list[Played]()
-    events = sorted([(one.begins, 1, number) for number, one in enumerate(requests)] + [(one.ends, 0, n) for n, one in enumerate(requests)])
+    events = sorted(
+        [(subject.begins, 1, number) for number, subject in enumerate(requests)]
+        + [(subject.ends, 0, n) for n, subject in enumerate(requests)]
+    )
     for at, begins, number in events:
-        one = requests[number]
+        subject = requests[number]
         if begins:
-            running[number] = pace.begin(at, reads=one.reads)
+            running[number] = pace.begin(at, reads=subject.reads)
             continue
-        reading = pace.end(running.pop(number), at, tokens=one.tokens, at_most=one.at_most, cut=one.cut)
-        assert reading.seconds == pytest.approx(one.seconds) and reading.tokens == one.tokens
-        assert reading.in_flight == pytest.approx(load(one, requests))
-        expected = usual(one, ended, requests)
+        reading = pace.end(running.pop(number), at, tokens=subject.tokens, at_most=subject.at_most, cut=subject.cut)
+        assert reading.seconds == pytest.approx(subject.seconds) and reading.tokens == subject.tokens
+        assert reading.in_flight == pytest.approx(load(subject, requests))
+        expected = usual(subject, ended, requests)
         assert reading.usual_s == (None if expected is None else pytest.approx(expected, rel=1e-6))
         assert pace.in_flight == len(running)
-        ended.append(one)
+        ended.append(subject)
 
 
 def test_a_request_that_takes_no_time_is_no_measurement() -> None:
@@ -204,8 +207,8 @@ def test_the_history_keeps_every_second_request_each_time_it_is_full() -> None:
     pace, now = Pace(), 0.0
     for _ in range(600):
         now = used(pace, 100, 1.0, at=now)
-    kept = pace.to_data()["all"]
-    assert (kept["stride"], len(kept["requests"])) == (4, 149)
+    history = pace.to_data()["all"]
+    assert (history["stride"], len(history["requests"])) == (4, 149)
     restored = Pace()
     restored.restore(pace.to_data())
     sizes = []
@@ -283,7 +286,7 @@ def test_histories_up_to_the_bounds_are_restored(data: dict[str, Any]) -> None:
     pace.restore(data)
     again = pace.to_data()
     assert again["all"] == data["all"] and again["work"] == data["work"]
-    assert again["sizes"] == {size: one for size, one in data["sizes"].items() if one["requests"]}
+    assert again["sizes"] == {size: history for size, history in data["sizes"].items() if history["requests"]}
 
 
 @pytest.mark.parametrize(

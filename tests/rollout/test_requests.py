@@ -200,7 +200,7 @@ def test_when_an_episode_is_out_of_time() -> None:
 
 def test_a_constrained_request_that_ends_in_time_leaves_time() -> None:
     requests = requests_of(Server(Part(1.0, 3), Part(1.0, 3)), Watched(0.05))
-    assert [one.finish_reason for one in sampled(requests, constraint="json", times=2)] == ["stop", "stop"]
+    assert [completion.finish_reason for completion in sampled(requests, constraint="json", times=2)] == ["stop", "stop"]
 
 
 def test_a_turn_that_lost_the_time_of_a_request_has_a_slow_server() -> None:
@@ -253,8 +253,8 @@ def test_a_new_version_reads_the_whole_prompt() -> None:
 
 def elsewhere(pace: Pace, *, within_s: float = 1000.0, spent_s: float = 0.0, at_most: int = 100) -> int:
     async def most() -> int:
-        with requests_of(Server(), pace, spent_s=spent_s).elsewhere(at_most, within_s=within_s) as asked:
-            return asked.most
+        with requests_of(Server(), pace, spent_s=spent_s).elsewhere(at_most, within_s=within_s) as request:
+            return request.most
 
     return run_virtually(most())
 
@@ -288,9 +288,9 @@ def test_a_request_of_the_agent_is_judged_by_the_pace_of_all_requests() -> None:
 def test_the_time_of_a_request_of_the_agent_counts() -> None:
     async def send(pace: Pace, tokens: int | None) -> SamplingTime:
         requests = requests_of(Server(), pace)
-        with requests.elsewhere(100, within_s=6.0) as asked:
+        with requests.elsewhere(100, within_s=6.0) as request:
             await asyncio.sleep(4.0)
-            asked.tokens = tokens
+            request.tokens = tokens
         return requests.sampling
 
     known = run_virtually(send(Watched(), 10))
