@@ -166,7 +166,7 @@ class Graph:
         if (node := self._conversation(asked, opening, system, lengths)) is not None:
             goes_on, aside = node.tools == tools, not asked.tools and node.tools != NO_TOOLS
             return Place(kind="restart", parent=node.parent, answers=node if goes_on else None, aside=aside, **known)
-        kind, parent, aside = self._origin(asked, system, lengths)
+        kind, parent, aside = self._origin(asked, known)
         return Place(kind=kind, parent=parent, aside=aside, **known)
 
     def goes_on(self, asked: Asked) -> tuple[Node | None, tuple[Said, ...]]:
@@ -254,8 +254,11 @@ class Graph:
             text in _strings(node.line.turns[node.turn].message.tool_calls[at].arguments) for node, free in running for at in free
         )
 
-    def _origin(self, asked: Asked, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> tuple[str, Parent | None, bool]:
-        """Where a context comes from that is none of ours: a call that is running, or a completion that it holds; whether as words."""
+    def _origin(self, asked: Asked, known: Mapping[str, Any]) -> tuple[str, Parent | None, bool]:
+        """Where a context comes from that is none of ours: a call that is running, or a completion that it holds; whether as words.
+
+        `known`: fields of its `Place`.
+        """
         _, most, chars = MAX_SEARCHED
         texts = [one.message.content[:chars] for one in asked.messages if one.message.role != "assistant"][:most]
         if (called := self._calling(texts) or self._started(texts, bool(asked.tools))) is not None:
@@ -264,10 +267,18 @@ class Graph:
             return "restart", node.parent, False
         if (node := self._quoted(texts)) is not None:
             with_tools = node.tools != NO_TOOLS
-            return "restart", node.parent, not asked.tools and (with_tools or not alike(node, system, lengths))
-        if asked.tools and (called := self._calling(None)) is not None:
+            return "restart", node.parent, not asked.tools and (with_tools or not alike(node, known["system"], known["lengths"]))
+        if asked.tools and not self._repeats_root(asked, known) and (called := self._calling(None)) is not None:
             return "sub_agent", called, False
         return "root", None, False
+
+    def _repeats_root(self, asked: Asked, known: Mapping[str, Any]) -> bool:
+        """Whether a context without a parent started with this request. The program did not take its answer, or wants several."""
+        if any(one.message.role == "assistant" for one in asked.messages):
+            return False
+        about = [known[name] for name in ("opening", "system", "tools")]
+        newest = islice(reversed(self._last.values()), MAX_SEARCHED[0])
+        return any(one.line.parent is None and [one.opening, one.system, one.tools] == about for one in newest)
 
     def _calling(self, texts: Sequence[str] | None) -> Parent | None:
         """The call that is running and holds one of the texts; without texts, the first one that is running. It begins one sub-agent.

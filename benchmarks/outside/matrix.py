@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,12 @@ CODE = ("agentrl/gateway", "agentrl/agent", "benchmarks/outside/session.py")
 PAGE = stored.ROOT / "docs" / "bring-your-own-agent.md"
 BEGIN = "<!-- made by benchmarks/outside_programs.py --markdown: begin -->"
 END = "<!-- made by benchmarks/outside_programs.py --markdown: end -->"
+SHOWN = re.compile(
+    r"stop|stop_sequences|strict|parallel_tool_calls=False|previous_response_id|context_management|tool_choice=(?!auto)\w+"
+    r"|(response_format|text|output_config)=json\w*|thinking=(enabled|adaptive)"
+)
+"""Options that the table shows: those that change the answer."""
+
 _HEADS = ("chat completions", "streamed", "Responses", "streamed", "Messages", "streamed")
 
 
@@ -31,13 +38,13 @@ def installed(program: Program, programs: Mapping[str, Program], work: Path) -> 
     """The folder of a program's environment. Installs it the first time."""
     folder = work / "environments" / program.environment
     source = programs[program.environment]
-    marker = folder / "version"
-    if not marker.exists() or marker.read_text() != source.version:
+    marker, packages = folder / "installed", json.dumps(source.install(Path())[1:])
+    if not marker.exists() or marker.read_text() != packages:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         print(f"installing {source.version} into {folder}", file=sys.stderr)
         subprocess.run(source.install(folder), check=True, stdout=sys.stderr)
-        marker.write_text(source.version)
+        marker.write_text(packages)
     return folder
 
 
@@ -47,7 +54,8 @@ def cell_path(program: Program, way: Way, work: Path) -> Path:
 
 def measured_code(program: Program, way: Way) -> dict[str, str]:
     """What a cell depends on: the code, and how the program is run. A cell whose code differs is measured again."""
-    script = [inspect.getsource(program.says), repr((program.models, program.prints, way.command, sorted(way.environment.items())))]
+    script = [inspect.getsource(program.says), *program.install(Path())[1:], program.prints, *program.models]
+    script += [*way.command, *sorted(f"{name}={value}" for name, value in way.environment.items())]
     files = [file.read_text() for _, file in sorted(way.files.items())]
     total = hashlib.sha256(json.dumps([program.version, script, files]).encode()).hexdigest()[:16]
     return {**{path: stored.digest(path) for path in CODE}, "way": total}
@@ -85,17 +93,16 @@ def table(cells: Iterable[Mapping[str, Any]], programs: Mapping[str, Program]) -
     by_program: dict[str, dict[str, Mapping[str, Any]]] = {}
     for cell in cells:
         by_program.setdefault(cell["program"], {})[cell["column"]] = cell
-    lines = [f"| program | {' | '.join(_HEADS)} | trajectories | options that it sends |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
-    notes: list[str] = []
+    lines = [f"| program | {' | '.join(_HEADS)} | turns of each trajectory | uses |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
+    notes: list[str] = []  # each reason once for each program
     for name, row in by_program.items():
         program = programs[name]
-        shown = [_shown(row.get(column), program.absent.get(column, ""), f"{name}, {column}", notes) for column in COLUMNS]
+        shown = [_shown(row.get(column), program.absent.get(column, ""), name, notes) for column in COLUMNS]
         shapes = sorted({_shape(cell["trajectories"]) for cell in row.values() if not cell["reason"]})
-        options = sorted({option for cell in row.values() for option in cell["options"]})
-        some = ", ".join(f"`{one}`" for one in options)
-        about = f"{program.features}: {some}" if program.features else some
+        options = sorted({option for cell in row.values() for option in cell["options"] if SHOWN.fullmatch(option)})
+        about = ", ".join(filter(None, (program.features, *(f"`{one}`" for one in options))))
         lines.append(f"| {program.version} | {' | '.join(shown)} | {'; '.join(shapes)} | {about} |")
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
+    return "\n".join([*lines, *(["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])])
 
 
 def _shown(cell: Mapping[str, Any] | None, absent: str, label: str, notes: list[str]) -> str:
@@ -104,9 +111,10 @@ def _shown(cell: Mapping[str, Any] | None, absent: str, label: str, notes: list[
         return "OK"
     if not reason:
         return "-"
-    text = " ".join(reason.split()).replace("|", "\\|")[:300]
-    notes.append(f"{len(notes) + 1}. {label}: {text}")
-    return f"{'-' if cell is None else 'no'} ({len(notes)})"
+    note = f"{label}: {' '.join(reason.split())[:300]}".replace("|", "\\|")
+    if note not in notes:
+        notes.append(note)
+    return f"{'-' if cell is None else 'no'} ({notes.index(note) + 1})"
 
 
 def _shape(trajectories: Sequence[Sequence[Any]]) -> str:

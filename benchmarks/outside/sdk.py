@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.outside.program import COLUMNS, LOOK, MEND, Program, Says, Way, call, pip
+from benchmarks.outside.program import COLUMNS, LOOK, MEND, Program, Way, call, pip
 
 DRIVERS = Path(__file__).parent / "drivers"
 ANSWER: dict[str, Any] = {"file": "area.py", "passed": True}
@@ -44,6 +44,13 @@ def hands_over(prompt: str, results: int) -> str:
     if "transfer_to_repairer" in prompt and results == 0:
         return call("transfer_to_repairer")
     return works(first=1)(prompt, results)
+
+
+def answers_twice(prompt: str, results: int) -> str:
+    """The library requests its output class after the last turn, as a call of a tool or as the format of an answer."""
+    if '"Repair"' in prompt:
+        return call("Repair", **ANSWER)
+    return works()(prompt, 2 if "<current_conversation>" in prompt else results)
 
 
 OPENAI_AGENTS = Program(
@@ -100,10 +107,10 @@ LLAMA_INDEX = Program(
     version="llama-index-core 0.14.25",
     install=pip(
         *("llama-index-core==0.14.25", "llama-index-llms-openai==0.8.3", "llama-index-llms-openai-like==0.8.1"),
-        "llama-index-llms-anthropic==0.12.3",
+        *("llama-index-llms-anthropic==0.12.3", "anthropic==0.125.0"),  # it fails with later releases of the SDK
     ),
     ways=ways("llama_index", COLUMNS),
-    says=works(),
+    says=answers_twice,
     models=("policy", "claude-sonnet-4-5"),
     prints=PRINTS,
     features="output class",
@@ -121,19 +128,28 @@ CREWAI = Program(
     name="crewai",
     version="crewai 1.15.30",
     install=pip("crewai[anthropic]==1.15.30"),
-    ways=ways("crewai", COLUMNS, environment={"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}),
+    ways=ways("crewai", (*COLUMNS[:3], *COLUMNS[4:]), environment={"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}),
     says=works(),
     prints=PRINTS,
     features="pydantic output",
+    absent={"responses-streamed": "it ignores the calls of a streamed response (`_handle_streaming_responses`)"},
 )
+
+
+def turns(prompt: str) -> int:
+    """The number of the policy's turns in a prompt. smolagents shows results as user messages."""
+    return prompt.count("<|im_start|>assistant") - 1
+
+
+def calls_tools(prompt: str, results: int) -> str:
+    return works(answer=call("final_answer", answer=json.dumps(ANSWER)))(prompt, turns(prompt))
 
 
 def writes_code(prompt: str, results: int) -> str:
     """The policy of smolagents' code agent: its turns are Python between tags."""
-    turns = prompt.count("<|im_start|>assistant") - 1
     code = [f"print(shell(command={command!r}))" for command in (LOOK, MEND)]
     code.append(f"final_answer({ANSWER!r})")
-    return f"Thought: the next step.\n<code>\n{code[min(turns, 2)]}\n</code>"
+    return f"Thought: the next step.\n<code>\n{code[min(turns(prompt), 2)]}\n</code>"
 
 
 _CHAT_ONLY = dict.fromkeys(COLUMNS[2:], "it has chat completions only")
@@ -149,24 +165,23 @@ SMOLAGENTS_TOOLS = Program(
     **_SMOLAGENTS,
     environment_of="smolagents",
     ways=ways("smolagents", COLUMNS[:2], "tools"),
-    says=works(answer=call("final_answer", answer=ANSWER)),
+    says=calls_tools,
     features="`ToolCallingAgent`",
 )
+
+
+def calls_in_text(prompt: str, results: int) -> str:
+    return works()(prompt, turns(prompt))
+
+
 _QWEN_AGENT: dict[str, Any] = {
     "version": "qwen-agent 0.0.34",
-    "install": pip("qwen-agent==0.0.34"),
+    "install": pip("qwen-agent==0.0.34", *("numpy==2.4.6", "soundfile==0.14.0", "tqdm==4.70.1", "python-dateutil==4.0.0")),
     "prints": PRINTS,
-    "absent": _CHAT_ONLY,
-    "says": works(),
+    "absent": _CHAT_ONLY | {"chat": "its agents always stream"},
+    "says": calls_in_text,
 }
-QWEN_AGENT = Program(name="qwen-agent", **_QWEN_AGENT, ways=ways("qwen_agent", COLUMNS[:2]), features="calls as text")
-QWEN_AGENT_RAW = Program(
-    name="qwen-agent-raw",
-    **_QWEN_AGENT,
-    environment_of="qwen-agent",
-    ways=ways("qwen_agent", COLUMNS[1:2], "raw"),
-    features="`use_raw_api`",
-)
+QWEN_AGENT = Program(name="qwen-agent", **_QWEN_AGENT, ways=ways("qwen_agent", COLUMNS[1:2]), features="calls as text")
 LITELLM = Program(
     name="litellm",
     version="litellm 1.110.2",
@@ -178,5 +193,5 @@ LITELLM = Program(
 )
 PROGRAMS = (
     *(OPENAI_AGENTS, PYDANTIC_AI, PYDANTIC_AI_NATIVE, LANGGRAPH, LANGGRAPH_NATIVE, LLAMA_INDEX, AG2, CREWAI),
-    *(SMOLAGENTS, SMOLAGENTS_TOOLS, QWEN_AGENT, QWEN_AGENT_RAW, LITELLM),
+    *(SMOLAGENTS, SMOLAGENTS_TOOLS, QWEN_AGENT, LITELLM),
 )

@@ -102,7 +102,7 @@ class Watched(Outside):
 
 
 class Competent(ReadingPolicy):
-    """A scripted policy that records its prompts and completions."""
+    """A scripted policy that records its prompts and completions. Raises `ValueError` if it says what a constraint does not allow."""
 
     def __init__(self, tokenizer: Any, says: Says) -> None:
         super().__init__(tokenizer, lambda prompt: says(prompt, len(_RESULT.findall(prompt))))
@@ -112,8 +112,20 @@ class Competent(ReadingPolicy):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         completion = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
         self.sampled.append((tuple(prompt_ids), completion.token_ids))
-        self.constrained += bool(params.constraint)
+        if params.constraint:
+            self.constrained += 1
+            text = self.tokenizer.decode(completion.token_ids[:-1])
+            if not _is_allowed(text, params.constraint):
+                raise ValueError(f"the script says {text[:200]!r}, which the request does not allow: {params.constraint[:1000]}")
         return completion
+
+
+def _is_allowed(text: str, constraint: str) -> bool:
+    """Whether vLLM's guided decoding, which uses xgrammar, allows a completion."""
+    import xgrammar
+    from xgrammar.testing import _is_grammar_accept_string
+
+    return bool(_is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(constraint), text))
 
 
 def exact_share(episode: Episode, sampled: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:
@@ -197,7 +209,7 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
         "sampled_tokens": episode.completion_tokens,
         "constrained": policy.constrained,
         "requests": dict(Counter(_kind(one) for one in seen)),
-        "options": sorted({option for one in seen for option in _options(one[2])}),
+        "options": sorted({option for one in seen for option in options(one[2])}),
         "errors": [_error(one) for one in seen if one[3] >= 400],
         "trajectories": [[line.agent, len(line.turns)] for line in episode.trajectories],
         "counts": {} if session is None else {key: count for key, count in session.counts.items() if count},
@@ -206,10 +218,10 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
         "output": "" if ended is None else ended.stdout[-SHOWN:] + ended.stderr[-SHOWN:],
         "wall_s": round(wall_s, 1),
     }
-    return {**cell, "reason": _reason(cell, program, way, "" if ended is None else ended.stdout)}
+    return {**cell, "reason": reason(cell, program, way, "" if ended is None else ended.stdout)}
 
 
-def _reason(cell: dict[str, Any], program: Program, way: Way, stdout: str) -> str:
+def reason(cell: dict[str, Any], program: Program, way: Way, stdout: str) -> str:
     """Why a cell is not OK; empty if it is."""
     if not cell["test_passed"] or cell["exit"] != 0:
         last = cell["output"].strip().rpartition("\n")[2] or next(iter(cell["failures"]), "")
@@ -244,7 +256,7 @@ def _error(exchange: Exchange) -> str:
     return f"{method} {path} {status}: {error.get('message', '') if isinstance(error, dict) else error}"[:SHOWN]
 
 
-def _options(body: bytes) -> Iterator[str]:
+def options(body: bytes) -> Iterator[str]:
     """The fields of a request, with the value of those whose value matters."""
     fields = _body(body)
     for name, value in fields.items():
@@ -254,7 +266,7 @@ def _options(body: bytes) -> Iterator[str]:
         shown = name in ("tool_choice", "response_format", "text", "output_config", "thinking", "parallel_tool_calls", "store")
         yield f"{name}={kind}" if shown else name
     if any(isinstance(one, dict) and (one.get("strict") or (one.get("function") or {}).get("strict")) for one in fields.get("tools") or ()):
-        yield "tools.strict"
+        yield "strict"
 
 
 def run_session(program: Program, way: Way, folder: Path, *, port: int, wall_s: float) -> tuple[dict[str, Any], list[Exchange]]:

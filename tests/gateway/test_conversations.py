@@ -132,6 +132,33 @@ async def test_a_sub_agent_that_rewrites_its_history_stays_one_and_the_next_one_
     assert outcome.episode.answer == "3 cm and 4 cm"
 
 
+async def test_a_conversation_that_starts_again_after_an_answer_that_the_program_did_not_take_is_the_main_agents(lead: Any) -> None:
+    async def program(http: Any) -> None:
+        for _ in range(3):
+            await words(http, LEAD, user(TASK), tools=(ASK,))
+        await words(http, {"role": "system", "content": "You measure."}, user("Measure."), tools=(LOOK,))
+
+    script = (calls("ask", question=WIDTH), calls("ask", question=WIDTH), "It is 3 cm wide.", "3")
+    outcome = await run(lead, lambda turn, _: script[turn], program)
+    first, second, third, other = outcome.episode.trajectories
+    assert [line.agent for line in (first, second, third)] == ["main"] * 3 and outcome.episode.answer == "It is 3 cm wide."
+    assert (second.parent, third.parent) == (None, None)
+    assert other.agent == "sub-agent", "another request while a call is running"
+
+
+async def test_two_sub_agents_with_one_task_are_those_of_two_calls(lead: Any) -> None:
+    async def program(http: Any) -> None:
+        await words(http, LEAD, user(TASK), tools=(ASK,))
+        for _ in range(2):
+            await words(http, user(WIDTH), tools=(LOOK,))
+
+    script = (calls("ask", question=WIDTH) * 2, "3 cm", "4 cm")
+    outcome = await run(lead, lambda turn, _: script[turn], program)
+    lines = outcome.episode.trajectories
+    assert [line.agent for line in lines] == ["main", "sub-agent", "sub-agent"]
+    assert [line.parent and (line.parent.trajectory, line.parent.call) for line in lines] == [None, (0, 0), (0, 1)]
+
+
 async def test_questions_with_the_same_examples_are_no_conversation(lead: Any) -> None:
     examples = [user("2 + 2?"), {"role": "assistant", "content": "4"}]
 

@@ -1,5 +1,5 @@
-"""What the drivers share. A driver runs in the environment of its program: `python3 driver.py PROTOCOL whole|streamed`, with the task on its
-standard input.
+"""What the drivers share. A driver runs in the environment of its program, as `python3 driver.py PROTOCOL whole|streamed`, with the task on
+its standard input.
 """
 
 import os

@@ -12,9 +12,9 @@ class Repair(BaseModel):
 
 
 if PROTOCOL == "messages":
-    model = LLM(model=f"anthropic/{MODEL}", max_tokens=1000, stream=STREAM)
+    model = LLM(model=MODEL, provider="anthropic", max_tokens=1000, stream=STREAM)
 else:
-    model = LLM(model=f"openai/{MODEL}", api="completions" if PROTOCOL == "chat" else "responses", stream=STREAM)
+    model = LLM(model=MODEL, provider="openai", api="completions" if PROTOCOL == "chat" else "responses", stream=STREAM)
 agent = Agent(role="Repairer", goal="Repair code.", backstory="You use the shell.", tools=[tool("shell")(shell)], llm=model)
 task = Task(description=PROMPT, expected_output="The file and whether its test passed.", agent=agent, output_pydantic=Repair)
 output = Crew(agents=[agent], tasks=[task]).kickoff()

@@ -1,6 +1,7 @@
 """LlamaIndex: a function agent with a tool and an output class, which it requests after the last turn."""
 
 import asyncio
+import os
 
 from common import MODEL, PROMPT, PROTOCOL, STREAM, report, shell
 from llama_index.core.agent.workflow import FunctionAgent
@@ -22,7 +23,8 @@ def model() -> object:
     from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
     kind = OpenAILike if PROTOCOL == "chat" else OpenAILikeResponses
-    return kind(model=MODEL, is_chat_model=True, is_function_calling_model=True, context_window=100_000)
+    known = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 100_000}
+    return kind(model=MODEL, api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], **known)
 
 
 async def main() -> None:

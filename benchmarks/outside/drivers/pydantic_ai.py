@@ -25,7 +25,7 @@ def model() -> object:
 
 async def main() -> None:
     output = NativeOutput(Repair) if "native" in sys.argv else Repair
-    agent = Agent(model(), instructions="Use the shell.", tools=[shell], output_type=output)
+    agent = Agent(model(), instructions="Use the shell.", tools=[shell], output_type=output, model_settings={"max_tokens": 1000})
     if STREAM:
         async with agent.run_stream(PROMPT) as result:
             repair = await result.get_output()
