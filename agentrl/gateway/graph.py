@@ -261,7 +261,7 @@ class Graph:
         """
         _, most, chars = MAX_SEARCHED
         texts = [one.message.content[:chars] for one in asked.messages if one.message.role != "assistant"][:most]
-        if (called := self._calling(texts) or self._started(texts)) is not None:
+        if (called := self._calling(texts) or self._started(texts, bool(asked.tools))) is not None:
             return "sub_agent", called, False
         if node := next((self._by_call[name] for one in reversed(asked.messages) for name in one.call_ids if name in self._by_call), None):
             return "restart", node.parent, False
@@ -294,13 +294,17 @@ class Graph:
                     return Parent(trajectory=node.line.index, turn=node.turn, call=index)
         return None
 
-    def _started(self, texts: Sequence[str]) -> Parent | None:
-        """A call that was answered at once, with no more than the name of a sub-agent, whose task is the whole of a message here."""
-        whole = {text.strip() for text in texts}
+    def _started(self, texts: Sequence[str], tools: bool) -> Parent | None:
+        """A call that was answered at once, with no more than the name of a sub-agent, whose task is a message here.
+
+        Programs put reminders before or after the task. Such a message counts only in a request with tools: a title's quotes the task too.
+        """
+        messages = {text.strip() for text in texts}
         for node, free in reversed(self._answered.items()):
             calls = node.line.turns[node.turn].message.tool_calls
             for index in sorted(free):
-                if whole & {word for word in _strings(calls[index].arguments)[:MAX_CALLING] if len(word) >= QUOTED // 2}:
+                tasks = [word for word in _strings(calls[index].arguments)[:MAX_CALLING] if len(word) >= QUOTED // 2]
+                if any(task in messages or (tools and any(_at_an_end(task, text) for text in messages)) for task in tasks):
                     free.discard(index)
                     return Parent(trajectory=node.line.index, turn=node.turn, call=index)
         return None
@@ -401,6 +405,11 @@ def _told(call: ToolCall, texts: Sequence[str]) -> bool:
     """Whether one of the texts holds a text of the call's arguments: the task that a sub-agent is given."""
     words = [word for word in _strings(call.arguments) if len(word) >= QUOTED // 2]
     return any(word in text for word in words[:MAX_CALLING] for text in texts)
+
+
+def _at_an_end(words: str, text: str) -> bool:
+    """Whether a text has these words as its first or last lines."""
+    return text.startswith(words + "\n") or text.endswith("\n" + words)
 
 
 def _strings(value: Any) -> list[str]:

@@ -186,17 +186,21 @@ CLAUDE = Program(
         ),
     ),
     says=_CLAUDE_SAYS,
-    absent={"messages": "Claude Code always streams"},
+    absent={
+        **dict.fromkeys(("chat", "chat-streamed", "responses", "responses-streamed"), "Claude Code has Anthropic's protocol only"),
+        "messages": "Claude Code always streams",
+    },
 )
 CLAUDE_SUB_AGENTS = replace(
-    CLAUDE, name="claude-code-sub-agents", version=f"{CLAUDE.version}, with a sub-agent", environment_of="claude-code", says=claude_leads
+    CLAUDE,
+    name="claude-code-sub-agents",
+    version=f"{CLAUDE.version}, with a sub-agent",
+    environment_of="claude-code",
+    says=claude_leads,
+    absent={},
 )
 CLAUDE_SEARCH = replace(
-    CLAUDE,
-    name="claude-code-tool-search",
-    version=f"{CLAUDE.version}, with a search for tools",
-    environment_of="claude-code",
-    says=claude_searches,
+    CLAUDE_SUB_AGENTS, name="claude-code-tool-search", version=f"{CLAUDE.version}, with a search for tools", says=claude_searches
 )
 _AI_SDKS = {"chat": "@ai-sdk/openai-compatible", "responses": "@ai-sdk/openai", "messages": "@ai-sdk/anthropic"}
 

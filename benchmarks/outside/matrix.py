@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,11 @@ CODE = ("agentrl/gateway", "agentrl/agent", "benchmarks/outside/session.py")
 PAGE = stored.ROOT / "docs" / "bring-your-own-agent.md"
 BEGIN = "<!-- made by benchmarks/outside_programs.py --markdown: begin -->"
 END = "<!-- made by benchmarks/outside_programs.py --markdown: end -->"
-USUAL = ("tools", "max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stream_options")
-"""Options that the table does not show."""
+SHOWN = re.compile(
+    r"stop|stop_sequences|strict|parallel_tool_calls=False|previous_response_id|context_management|tool_choice=(?!auto)\w+"
+    r"|(response_format|text|output_config)=json\w*|thinking=(enabled|adaptive)"
+)
+"""Options that the table shows: those that change the answer."""
 
 _HEADS = ("chat completions", "streamed", "Responses", "streamed", "Messages", "streamed")
 
@@ -90,15 +94,15 @@ def table(cells: Iterable[Mapping[str, Any]], programs: Mapping[str, Program]) -
     for cell in cells:
         by_program.setdefault(cell["program"], {})[cell["column"]] = cell
     lines = [f"| program | {' | '.join(_HEADS)} | turns of each trajectory | uses |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
-    notes: list[str] = []
+    notes: list[str] = []  # each reason once for each program
     for name, row in by_program.items():
         program = programs[name]
-        shown = [_shown(row.get(column), program.absent.get(column, ""), f"{name}, {column}", notes) for column in COLUMNS]
+        shown = [_shown(row.get(column), program.absent.get(column, ""), name, notes) for column in COLUMNS]
         shapes = sorted({_shape(cell["trajectories"]) for cell in row.values() if not cell["reason"]})
-        options = sorted({option for cell in row.values() for option in cell["options"]} - set(USUAL))
+        options = sorted({option for cell in row.values() for option in cell["options"] if SHOWN.fullmatch(option)})
         about = ", ".join(filter(None, (program.features, *(f"`{one}`" for one in options))))
         lines.append(f"| {program.version} | {' | '.join(shown)} | {'; '.join(shapes)} | {about} |")
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
+    return "\n".join([*lines, *(["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])])
 
 
 def _shown(cell: Mapping[str, Any] | None, absent: str, label: str, notes: list[str]) -> str:
@@ -107,9 +111,10 @@ def _shown(cell: Mapping[str, Any] | None, absent: str, label: str, notes: list[
         return "OK"
     if not reason:
         return "-"
-    text = " ".join(reason.split()).replace("|", "\\|")[:300]
-    notes.append(f"{len(notes) + 1}. {label}: {text}")
-    return f"{'-' if cell is None else 'no'} ({len(notes)})"
+    note = f"{label}: {' '.join(reason.split())[:300]}".replace("|", "\\|")
+    if note not in notes:
+        notes.append(note)
+    return f"{'-' if cell is None else 'no'} ({notes.index(note) + 1})"
 
 
 def _shape(trajectories: Sequence[Sequence[Any]]) -> str:

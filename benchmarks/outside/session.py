@@ -266,7 +266,7 @@ def options(body: bytes) -> Iterator[str]:
         shown = name in ("tool_choice", "response_format", "text", "output_config", "thinking", "parallel_tool_calls", "store")
         yield f"{name}={kind}" if shown else name
     if any(isinstance(one, dict) and (one.get("strict") or (one.get("function") or {}).get("strict")) for one in fields.get("tools") or ()):
-        yield "tools.strict"
+        yield "strict"
 
 
 def run_session(program: Program, way: Way, folder: Path, *, port: int, wall_s: float) -> tuple[dict[str, Any], list[Exchange]]:

@@ -28,7 +28,7 @@ PROGRAM = Program(
 )
 OK: dict[str, Any] = {
     **{"program": "p", "version": "p 1", "column": "chat", "test_passed": True, "exact_share": 1.0, "exit": 0, "output": "", "reason": ""},
-    **{"requests": {"/v1/chat/completions whole": 3}, "options": ["stop", "tools"], "errors": [], "failures": []},
+    **{"requests": {"/v1/chat/completions whole": 3}, "options": ["stop", "tool_choice=auto", "tools"], "errors": [], "failures": []},
     "trajectories": [["main", 3], ["sub-agent", 2]],
 }
 
@@ -66,10 +66,10 @@ def test_a_program_that_does_not_print_its_answer_is_not_ok() -> None:
 
 
 def test_the_table_shows_each_cell_with_its_reason() -> None:
-    program = replace(PROGRAM, absent={"responses": "not offered"}, features="handoff")
+    program = replace(PROGRAM, absent=dict.fromkeys(("responses", "responses-streamed"), "not offered"), features="handoff")
     lines = matrix.table([OK, {**OK, "column": "messages", "reason": "400: a|b"}], {"p": program}).splitlines()
-    assert lines[2] == "| p 1 | OK | - | - (1) | - | no (2) | - | 3 + 2 (sub-agent) | handoff, `stop` |"
-    assert lines[4:] == ["1. p, responses: not offered", "2. p, messages: 400: a\\|b"]
+    assert lines[2] == "| p 1 | OK | - | - (1) | - (1) | no (2) | - | 3 + 2 (sub-agent) | handoff, `stop` |"
+    assert lines[4:] == ["1. p: not offered", "2. p: 400: a\\|b"]
 
 
 def test_a_cell_depends_on_how_the_program_is_run() -> None:
@@ -81,7 +81,7 @@ def test_a_cell_depends_on_how_the_program_is_run() -> None:
 def test_options_of_a_request() -> None:
     body = b'{"model": "m", "stop": ["a"], "user": null, "tool_choice": {"type": "any"}, "text": {"format": {"type": "json_schema"}},'
     body += b' "tools": [{"strict": true}]}'
-    assert sorted(session.options(body)) == ["stop", "text=json_schema", "tool_choice=any", "tools", "tools.strict"]
+    assert sorted(session.options(body)) == ["stop", "strict", "text=json_schema", "tool_choice=any", "tools"]
     assert list(session.options(b"not json")) == [] and PROTOCOLS["chat"] == "/v1/chat/completions"
 
 

@@ -137,9 +137,19 @@ async def test_sub_agents_compaction_branches_and_titles_are_told_apart(lead: An
     assert outcome.episode.answer == "12 cm2"
 
 
-async def test_a_sub_agent_that_was_started_in_the_background_is_one(lead: Any) -> None:
-    """As a coding agent does whose tool answers with the sub-agent's name alone: the main agent is at another call when that one begins."""
+REMINDER = "<reminder>Be brief.</reminder>"
+
+
+@pytest.mark.parametrize(
+    "shown", ["{task}", f"{REMINDER}\n{{task}}", f"{{task}}\n{REMINDER}"], ids=["alone", "after-reminder", "before-reminder"]
+)
+async def test_a_sub_agent_that_was_started_in_the_background_is_one(lead: Any, shown: str) -> None:
+    """As a coding agent does whose tool answers with the sub-agent's name alone: the main agent is at another call when that one begins.
+
+    A title for the sub-agent's task, which is requested before, is no sub-agent.
+    """
     task = "look at the file and say what is wrong"
+    start = shown.format(task=task)
 
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
@@ -153,13 +163,15 @@ async def test_a_sub_agent_that_was_started_in_the_background_is_one(lead: Any) 
                 said = await ask(main, (ASK, LOOK))
                 main += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": output}]
                 if output == "done":
-                    await ask([main[0], user("It is 10:00."), user(task)], (LOOK,))
+                    await ask([user(f"A title for this:\n{task}")], ())
+                    await ask([main[0], user("It is 10:00."), user(start)], (LOOK,))
             await ask(main, (ASK, LOOK))
-            await ask([main[0], user("It is 10:00."), user(task)], (LOOK,))
+            await ask([main[0], user("It is 10:00."), user(start)], (LOOK,))
 
-    outcome = await lead(program, calls("ask", question=task), calls("look"), "the sum", "Mended.", "the sum")
+    outcome = await lead(program, calls("ask", question=task), calls("look"), "A sum", "the sum", "Mended.", "the sum")
     assert outcome.trained_once() and outcome.counts["sub_agent"] == 1
-    first, *others = outcome.episode.trajectories
+    first, title, *others = outcome.episode.trajectories
+    assert (title.agent, title.parent) == ("auxiliary", None)
     assert [(line.agent, line.parent) for line in others][:1] == [("sub-agent", Parent(trajectory=0, turn=0, call=0))]
     assert len(first.turns) == 3 and len(others) == 2
 
