@@ -11,10 +11,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context, ContextVar, copy_context
-from weakref import WeakSet
 
 TICK_S = 0.05
 """Seconds between two measurements."""
@@ -30,6 +29,8 @@ class LoopLag:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._calls = 0  # of user code that have not ended: episodes, tools and verifiers
+        self._waited = False  # whether there was such a call since the last measurement
         self._stalled_s = 0.0
         self._due: float | None = None  # time of the next measurement
         self._late: deque[float] = deque(maxlen=_KEPT)
@@ -56,6 +57,15 @@ class LoopLag:
         """Records that code has computed for this long without awaiting."""
         self._holder = max(self._holder, (seconds, what))
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A call of user code, which waits if the loop stands still."""
+        self._calls, self._waited = self._calls + 1, True
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
     @asynccontextmanager
     async def watched(self, alert: Callable[[str], None]) -> AsyncIterator[None]:
         """Measures the lag of the running loop during the block. `alert` is called once, at the first stall for which an episode waits."""
@@ -77,10 +87,10 @@ class LoopLag:
             self._late.append(late)
             if late >= STALL_S:
                 self._stalled_s += late
-                if not alerted and _counts:
+                if not alerted and self._waited:
                     alerted = True
                     alert(self._cause(late, time.thread_time() - computed_s))
-            self._holder = (0.0, "")
+            self._holder, self._waited = (0.0, ""), self._calls > 0
 
     def _cause(self, late: float, computed_s: float) -> str:
         seconds, what = self._holder
@@ -99,7 +109,6 @@ class LoopLag:
 
 DRIVER = LoopLag()
 """The loop of this process."""
-_counts: WeakSet[Stalls] = WeakSet()  # of what waits now
 
 
 class Stalls:
@@ -108,7 +117,6 @@ class Stalls:
     def __init__(self, parent: Stalls | None = None) -> None:
         self._parent = parent
         self._since, self._own_s = DRIVER.stalled_s, 0.0
-        _counts.add(self)
 
     @property
     def seconds(self) -> float:

@@ -82,7 +82,8 @@ async def call(
     context.run(_theirs.set, False)  # `_caught` contains this task, and `_Steps` measures it
     task: asyncio.Task[tuple[T | None, BaseException | None]] = asyncio.create_task(_caught(steps), name=what, context=context)
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        with lag.DRIVER.waiting():
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
             late = f"{what} gave no result within {timeout_s:g} s"
             raise Stalled(f"{late}: {stalls.text}") if stalls.excuse(timeout_s) else Overdue(late)

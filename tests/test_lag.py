@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextvars import Context
 from typing import Any
 
 import pytest
@@ -41,9 +41,14 @@ async def hold() -> None:
 
 async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
     stalls = Stalls()
-    for _ in range(2):
-        await hold()
+
+    async def episode() -> None:
+        holding = asyncio.create_task(hold(), context=Context())  # code of the driver
+        await holding
         await asyncio.sleep(3 * TICK_S)
+
+    for _ in range(2):
+        await usercode.call(episode, what="the agent", timeout_s=30.0)
     assert stalls.seconds > 2 * (HOLD_S - 2 * TICK_S)
     (alert,) = alerts
     assert (
@@ -56,7 +61,6 @@ async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
 
 
 async def test_nothing_is_reported_while_no_episode_waits(alerts: list[str]) -> None:
-    gc.collect()
     await hold()
     await asyncio.sleep(3 * TICK_S)
     assert alerts == [] and DRIVER.figures()["loop_lag_ms_max"] > 1000 * STALL_S
@@ -155,4 +159,4 @@ async def test_own_holds_count_in_no_enclosing_count(alerts: list[str]) -> None:
     await usercode.call(agent, what="the agent", timeout_s=30.0, within=episode)
     others = lag.counting()[0]
     await hold()
-    assert others.seconds > STALL_S and episode.seconds == pytest.approx(others.seconds, abs=0.3), "only that of others"
+    assert others.seconds > STALL_S and episode.seconds == pytest.approx(others.seconds, abs=1.0), "only that of others"

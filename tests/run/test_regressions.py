@@ -261,7 +261,7 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
     [
         (["s", "--policy", "nowhere"], "no such folder, nor a version"),
         (["s", "--policy", "runs/x@9"], "keeps no whole model of version 9"),
-        (["s"], "needs a policy"),
+        (["s"], "its suite.toml names no policy"),
         (["nothing", "--policy", "a:b"], "no folder nothing"),
         (["s", "--policy", "a:b", "--suite", "s"], "--policy does not go with --suite"),
         (["s", "--policy", "a:b", "--junit", "no/such/folder.xml"], "no file can be written there"),
