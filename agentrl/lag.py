@@ -1,6 +1,6 @@
 """How late the driver's event loop is, and for how long it stood still (was blocked).
 
-While the loop stands still, it handles no timer, answer or result. Afterwards every deadline in that time has passed at once. The cause may be
+While the loop stands still, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
 code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the blame
 for a missed deadline depends on how long the loop stood still before it (`Stalls`).
 """
