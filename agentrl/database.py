@@ -65,7 +65,7 @@ class NotOurs(sqlite3.DatabaseError):
 
 
 def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
-    """Opens a file of agentrl's, or a database in memory for None, in autocommit mode and for use by several threads.
+    """Opens one of agentrl's SQLite files, or a database in memory for None, in autocommit mode and for use by several threads.
 
     Raises `NotOurs` as `check_files` and `protect` do.
     """

@@ -58,7 +58,7 @@ def content(path: Path, *, most: int, inside: Path | None = None) -> bytes:
 def located(text: str, under: Path) -> Path | None:
     """Resolves a path that a third party wrote, relative to the folder `under`.
 
-    None means that no sensible file has it: control characters, surrogates, a name or a path that is too long.
+    Returns None for a path that no sensible file has: control characters, surrogates, a name or a path that is too long.
     """
     try:
         raw = text.encode()

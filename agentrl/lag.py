@@ -1,8 +1,8 @@
-"""How late the driver's event loop is, and the time in which it stood still.
+"""How late the driver's event loop is, and for how long it stood still (was blocked).
 
-While the loop stands still, no timer, answer or result is served, and then every deadline of that time has passed at once. The cause may be
-code that computes without awaiting, a collection of garbage, or a stopped process; it is never the episode that waits. So who is blamed
-for a missed deadline depends on how long the loop stood still meanwhile (`Stalls`).
+While the loop stands still, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
+code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the blame
+for a missed deadline depends on how long the loop stood still before it (`Stalls`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LoopLag:
 
     def _cause(self, late: float, computed_s: float) -> str:
         seconds, what = self._holder
-        cause = "code of the driver, such as a collection of garbage, held it"
+        cause = "code of the driver, such as garbage collection, held it"
         fix = "lower rollout.concurrency, and report it if it persists"
         if 2 * seconds >= late:
             cause, fix = f"{what} held it", "await what waits, and run computations in asyncio.to_thread"
@@ -112,7 +112,7 @@ DRIVER = LoopLag()
 
 
 class Stalls:
-    """The time since its construction in which the driver's loop stood still, without what the code that is counted here held itself."""
+    """How long the driver's loop has stood still since construction, without the time for which the counted code blocked it itself."""
 
     def __init__(self, parent: Stalls | None = None) -> None:
         self._parent = parent

@@ -74,7 +74,7 @@ def project_root(path: Path) -> Path:
 
 
 def content_root() -> Path:
-    """The folder that holds `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` when neither place has them."""
+    """The folder that holds `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if neither location has them."""
     for root in (PACKAGE / "_project", PACKAGE.parent):
         if all((root / part).exists() for part in CONTENT):
             return root

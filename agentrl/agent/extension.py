@@ -72,9 +72,9 @@ def shows_calls(renderer: Renderer) -> bool:
 
 
 def puts_results_in_user_turn(renderer: Renderer) -> bool:
-    """Whether tool results must be part of a user message: the template raises an error on messages of tools, or does not show them.
+    """Whether tool results must be part of a user message: the template raises an error on tool messages, or does not show them.
 
-    Sets this choice on the renderer. For a template that shows them in neither way, the choice is a message of tools.
+    Sets this choice on the renderer. If the template shows them in neither way, the choice is tool messages.
     """
     results = [tool_message(output) for output in SHOWN]
 
@@ -168,7 +168,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
     if not calls:
         form = given or FORMS["hermes"]
         how = "policy.tool_format" if given else "the template has no form for calls, and the task must ask for this one"
-        how += "; it has no messages of tools, so their results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
+        how += "; it has no tool messages, so tool results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
         return Found(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, double = _call(random.Random(0)), (_call(random.Random(1)), _call(random.Random(2)))
     shown, unfit = "", None

@@ -41,7 +41,7 @@ class RecordedTool:
     def _names(self) -> str:
         """Names of arguments. Values stay hidden: what the recorded agent passed may be the answer to the task."""
         names = dict.fromkeys(name[:_LONGEST] for call in self._calls.values() for name in call.arguments if name in self._declared)
-        return ", ".join(list(names)[:_SHOWN]) or "of another form"
+        return ", ".join(list(names)[:_SHOWN]) or "that its schema does not declare"
 
 
 def recorded_tools(task: Task | None) -> tuple[RecordedTool, ...]:

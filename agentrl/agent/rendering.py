@@ -58,10 +58,10 @@ def _too_long() -> _TooLong:
 
 
 class Renderer:
-    """A tokenizer's chat template, and what it wants to be given.
+    """A tokenizer's chat template, and the form of messages that it takes.
 
-    `arguments_as_text` is set where it takes the arguments of a call as JSON text only, and `results_as_user` if it has no messages of
-    tools: their results are then in the user's turn between two turns of the assistant.
+    `arguments_as_text` is set if it takes the arguments of a call as JSON text only, and `results_as_user` if it has no tool messages:
+    tool results are then in the user's turn between two turns of the assistant.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -124,7 +124,7 @@ class Renderer:
         return chats + self.results(results)
 
     def results(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages of tools that follow each other, in the form that the template takes."""
+        """Consecutive tool messages in the form that the template takes."""
         if not self.results_as_user or not messages:
             return [dict(message) for message in messages]
         shown = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)

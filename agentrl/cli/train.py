@@ -122,7 +122,7 @@ def evaluate(
         told = "--junit, --pin, --key-env, --request, --header and --tokens-name"
         raise UserError(f"{told} need --policy", fix="agentrl eval SUITE --policy POLICY")
     if recipe.is_dir():
-        raise UserError(f"{recipe} is a suite, which goes with --policy", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
+        raise UserError(f"{recipe} is a suite and needs --policy", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
     if suite is None and (repeats is not None or threshold != 1.0):
         raise UserError("--repeats and --threshold are for cases, and there is no suite", fix="name one: --suite evals/SUITE")
     root, written = load_recipe(recipe, [])

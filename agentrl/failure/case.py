@@ -94,7 +94,7 @@ class Suite:
     name: str
     repeats: int = 1  # attempts at each case in one evaluation
     note: str = ""
-    policy: str = ""  # evaluated if the caller names none: RUN@VERSION or a model folder, relative to the project; empty: none
+    policy: str = ""  # default policy: RUN@VERSION or a model folder, relative to the project; empty means none
     cases: tuple[Case, ...] = ()
 
 
@@ -171,7 +171,7 @@ def _settings(path: Path) -> dict[str, Any]:
     for key, value in tables.items():
         if key not in known or type(value) is not known[key]:
             raise UserError(
-                f"{path}: {key} = {value!r} is none of its settings", fix="name, note and policy are texts, repeats a whole number"
+                f"{path}: {key} = {value!r} is not a valid setting", fix="name, note and policy are texts, repeats a whole number"
             )
     if not 1 <= tables.get("repeats", 1) <= MOST_REPEATS:
         raise UserError(f"{path}: repeats = {tables['repeats']}", fix=f"give a number from 1 to {MOST_REPEATS}")

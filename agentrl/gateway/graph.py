@@ -255,7 +255,7 @@ class Graph:
         )
 
     def _origin(self, asked: Asked, known: Mapping[str, Any]) -> tuple[str, Parent | None, bool]:
-        """Where a context comes from that is none of ours: a call that is running, or a completion that it holds; whether as words.
+        """The kind of an unknown context, its parent if it has one, and whether it may be auxiliary (`Place.aside`).
 
         `known`: fields of its `Place`.
         """
@@ -273,7 +273,7 @@ class Graph:
         return "root", None, False
 
     def _repeats_root(self, asked: Asked, known: Mapping[str, Any]) -> bool:
-        """Whether a context without a parent started with this request. The program did not take its answer, or wants several."""
+        """Whether this request has already started a context without a parent: its answer was not used, or the program wants several."""
         if any(one.message.role == "assistant" for one in asked.messages):
             return False
         about = [known[name] for name in ("opening", "system", "tools")]
@@ -408,7 +408,7 @@ def _told(call: ToolCall, texts: Sequence[str]) -> bool:
 
 
 def _at_an_end(words: str, text: str) -> bool:
-    """Whether a text has these words as its first or last lines."""
+    """Whether `text` starts or ends with `words` as separate lines."""
     return text.startswith(words + "\n") or text.endswith("\n" + words)
 
 

@@ -161,7 +161,7 @@ class Cases:
         explicit = config.args_source is pytest.Config.ArgsSource.ARGS
         arguments = {folder.resolve() for folder in suites_among(config)}
         further = [str(folder) for folder in self._folders if folder not in arguments]
-        config.args = [*(config.args if explicit else []), *further]  # tests are run beside suites where they are named
+        config.args = [*(config.args if explicit else []), *further]  # tests run in addition to suites if they are arguments
 
     def pytest_report_header(self) -> str:
         return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, asked of {line(self._policy.name, 200)}"

@@ -1,6 +1,6 @@
 """The pytest plug-in: suites of regression cases as tests. `pytest evals/reading --agentrl-policy runs/quickstart@12`.
 
-An entry point is imported in every pytest run of everybody who has agentrl installed, so that this module imports nothing of agentrl
+If agentrl is installed, every pytest run imports this entry point. So this module imports nothing else of agentrl
 before one of its options, or the folder of a suite, is given.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 _NEEDED = "--agentrl-policy needs a suite: --agentrl-suite FOLDER, or the suite's folder as an argument"
-_WORKERS = "--agentrl-policy asks all cases side by side in one process: leave out -n"
+_WORKERS = "--agentrl-policy evaluates all cases concurrently in one process: run pytest without -n"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

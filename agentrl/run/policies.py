@@ -88,11 +88,11 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
 
 
 def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
-    """The policy that the `suite.toml` of the suites names: a model of their project.
+    """The policy that the `suite.toml` of the suites records: a model of their project.
 
-    A suite may come from a third party, and a run names code in its recipe. So the policy must not be outside the project, nor in a suite.
+    A suite may come from a third party, and the recipe of a run refers to code. So the policy must be in the project and not in a suite.
 
-    Raises `UserError` if the suites name none or several, such a policy, or one that does not exist yet.
+    Raises `UserError` if the suites record none or different ones, if the policy is elsewhere, or if it does not exist yet.
     """
     first, *others = suites
     settings, named = first.folder / "suite.toml", first.policy
@@ -109,9 +109,9 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
     version = None if path is None else version_folder(typed)
     used = path if version is None else version[1]
     if used is None or not used.is_relative_to(root):
-        raise UserError(f"{shown} is outside the project {root}", fix="name a model of the project: runs/NAME@VERSION")
+        raise UserError(f"{shown} is outside the project {root}", fix="use a model of the project, such as runs/NAME@VERSION")
     if any(used.is_relative_to(suite.folder.resolve()) for suite in suites if suite.folder.resolve() != root):
-        raise UserError(f"{shown} came with the suite", fix=f"if you trust it, name it: {option} FOLDER or RUN@VERSION")
+        raise UserError(f"{shown} came with the suite", fix=f"if you trust it, give {option} FOLDER or RUN@VERSION")
     if version is None and not used.is_dir():
         note = f" ({line(first.note, _SHOWN)})" if first.note else ""
         raise UserError(f"{shown} does not exist{note}", fix=f"train it, or evaluate another policy: {option} FOLDER or RUN@VERSION")

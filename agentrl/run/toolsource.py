@@ -83,17 +83,17 @@ async def pinned(
     chat: ChatFormat | None = None,
     memory: EpisodeMemory | None = None,
 ) -> RunTools:
-    """The same with what each server offers, asked of one in the sandbox of the first task that names it, or outside.
+    """The same with the tools of each server. A server is started in the sandbox of the first task that uses it, or outside, to list them.
 
     Args:
-        tasks: looked at until each server is named.
-        folder: the run's; what it began with (`keep`) must be what is offered when it is resumed.
-        every: whether a server or a bound that no task uses is an error; else servers that none names are left out.
-        idle_words: whether there may be `tools.words` of which none is for a tool of these tasks: they are for others of the same run.
-        chat: of the policy, which breaks up its control tokens in every text of a server's, and excludes tools that it cannot call.
-        memory: of the recipe, whose tools are bounded by `tools.bounds`, too.
+        tasks: read until each server is used by one.
+        folder: of the run. When it is resumed, the servers must list the tools that it started with (`keep`).
+        every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
+        idle_words: whether `tools.words` may contain tools that none of these tasks has, because other tasks of the run have them.
+        chat: of the policy. It breaks up control tokens in every text of a server, and excludes tools that the policy cannot call.
+        memory: of the recipe. `tools.bounds` applies to its tools, too.
 
-    Raises `UserError` for a server that does not start, or offers what no agent can be told of, or what the run did not begin with.
+    Raises `UserError` if a server does not start, its tools cannot be offered (`offers`), or they differ from those at the run's start.
     """
     if not tools.servers and not tools.bounds and not tools.words:
         return tools
@@ -134,7 +134,7 @@ async def pinned(
 
 
 def _shown(usable: Sequence[Offer], chat: ChatFormat | None) -> tuple[tuple[Offer, ...], dict[str, str]]:
-    """The tools as an agent reads of them, and the reasons against those that this policy cannot be offered, by name."""
+    """The tools as the agent sees them, and by name the reason for each tool that cannot be offered to this policy."""
     shown, reasons = [], {}
     for tool in usable:
         rewritten = tool.rewritten(str if chat is None else chat.defang)

@@ -40,8 +40,8 @@ def test_a_suite_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ("repeats = 0", "repeats = 0"),
-        ("repeats = true", "none of its settings"),
-        ("shape = 1", "none of its settings"),
+        ("repeats = true", "not a valid setting"),
+        ("shape = 1", "not a valid setting"),
         ("x", "is not TOML"),
     ],
 )

@@ -74,7 +74,7 @@ def offer(given: Any) -> Offer:
 
 
 def offers(listed: Sequence[Any], only: Sequence[str]) -> tuple[Offer, ...]:
-    """The tools of a server that are offered: those in `only`, or all that no reason excludes (`excluded`).
+    """The tools of a server that are offered: those in `only`, or all that are not `excluded`.
 
     Raises `Wrong` if one in `only` cannot be offered, or none of the server can.
     """
@@ -87,7 +87,7 @@ def offers(listed: Sequence[Any], only: Sequence[str]) -> tuple[Offer, ...]:
     if not usable:
         raise Wrong("no tools")
     if len(usable) > MAX_TOOLS:
-        raise Wrong(f"{len(usable)} tools, at most {MAX_TOOLS} are offered: name those that are wanted with `only`")
+        raise Wrong(f"{len(usable)} tools, at most {MAX_TOOLS} are offered: list those to offer in `only`")
     return tuple(usable.values())
 
 
@@ -97,7 +97,7 @@ def excluded(listed: Sequence[Any]) -> dict[str, str]:
 
 
 def _sorted(listed: Sequence[Any]) -> tuple[dict[str, Offer], dict[str, str]]:
-    """The usable tools and the reasons against the others, both by name. Of two tools with one name, neither is usable."""
+    """The usable tools, and the reasons to exclude the others, both by name. If two tools have one name, neither is usable."""
     usable: dict[str, Offer] = {}
     reasons: dict[str, str] = {}
     for number, entry in enumerate(listed):
@@ -113,7 +113,7 @@ def _sorted(listed: Sequence[Any]) -> tuple[dict[str, Offer], dict[str, str]]:
 
 
 def changed(pinned: Sequence[Offer], listed: Sequence[Any]) -> str:
-    """What is no longer as it was pinned; empty: nothing. Tools that have come since are not offered, and change nothing."""
+    """The first difference from the pinned tools; empty if there is none. Tools that were added later are not offered, and do not count."""
     for tool in pinned:
         entries = [entry for entry in listed if isinstance(entry, Mapping) and entry.get("name") == tool.name]
         if not entries:
@@ -171,7 +171,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _without(value: Any, words: Sequence[str], names: bool = False) -> Any:
-    """A schema without these keywords. `names`: the keys of `value` are names, which stay."""
+    """A schema without these keywords. `names`: whether the keys of `value` are names, which stay."""
     if isinstance(value, Mapping):
         kept = {key: item for key, item in value.items() if names or key not in words}
         return {

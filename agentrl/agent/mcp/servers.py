@@ -40,8 +40,8 @@ MOST_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One server of a recipe (`tools.mcp`). `offers`: its tools as they were when the run began; None before. `excluded`: further tools
-    that are not offered, and why."""
+    """One server of a recipe (`tools.mcp`). `offers`: its tools at the start of the run, None before it. `excluded`: tools that are not
+    offered, and the reason for each."""
 
     name: str
     config: MCPConfig
@@ -265,5 +265,5 @@ def offered(server: Server, one: str) -> Sequence[Offer]:
     if not found:
         has, reason = ", ".join(offer.name for offer in server.offers), server.excluded.get(one)
         why = f", which is excluded: {reason}" if reason else ""
-        raise TaskError(f"the MCP server {server.name} offers no tool {one!r}{why}", fix=f"name one of {has}")
+        raise TaskError(f"the MCP server {server.name} offers no tool {one!r}{why}", fix=f"use one of {has}")
     return found

@@ -2,7 +2,7 @@
 `llm.prompts.0.content`), `llm.input_messages.0.message.role` of OpenInference.
 
 Described at https://github.com/traceloop/openllmetry, packages/opentelemetry-semantic-conventions-ai, and at
-https://github.com/Arize-ai/openinference, spec/semantic_conventions.md. An index is a key here and no size: a huge one costs nothing.
+https://github.com/Arize-ai/openinference, spec/semantic_conventions.md. Indices are dictionary keys here, so a huge index costs nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Spans, their events and log records of OTLP in its JSON form, as collectors and the SDKs' file exporters write them.
 
-Described at https://opentelemetry.io/docs/specs/otlp/ and in opentelemetry/proto/trace/v1/trace.proto. Only what tells of generative AI
-is kept: attributes of one of its conventions, and how spans hang together.
+Described at https://opentelemetry.io/docs/specs/otlp/ and in opentelemetry/proto/trace/v1/trace.proto. Only attributes of the
+conventions for generative AI are kept, and the parents of spans.
 """
 
 from __future__ import annotations

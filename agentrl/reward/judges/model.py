@@ -66,7 +66,7 @@ class ModelJudge(ABC):
             demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
             require(root / self.calibration, identity=self.identity, name=self.name, **demands)
         if self.ledger is not None:
-            self._state.ledger = Ledger((root / self.ledger).resolve())  # it may be a link: a person named it
+            self._state.ledger = Ledger((root / self.ledger).resolve())  # the user chose the path, so it may be a link
         elif folder is not None:
             self._state.ledger = Ledger(folder / FILE)
         self._state.ready = True
