@@ -80,6 +80,7 @@ class LoopLag:
     async def _watch(self, alert: Callable[[str], None]) -> None:
         alerted = False
         while True:
+            self._holder, self._waited = (0.0, ""), self._calls > 0
             computed_s = time.thread_time()
             self._due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -90,7 +91,6 @@ class LoopLag:
                 if not alerted and self._waited:
                     alerted = True
                     alert(self._cause(late, time.thread_time() - computed_s))
-            self._holder, self._waited = (0.0, ""), self._calls > 0
 
     def _cause(self, late: float, computed_s: float) -> str:
         seconds, what = self._holder
