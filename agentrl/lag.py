@@ -152,6 +152,16 @@ def counting(within: Stalls | None = None) -> tuple[Stalls, Context]:
     return stalls, context
 
 
+def current() -> Stalls | None:
+    """The count of the current task, which excludes what its code holds; None outside of user code."""
+    return _current.get()
+
+
+def count_as(stalls: Stalls | None) -> None:
+    """Has the further code of the current task count as that of another one's, for which it works."""
+    _current.set(stalls)
+
+
 def held(what: str, seconds: float) -> None:
     """Records that code of the current task has computed for this long without awaiting."""
     if seconds < STALL_S / 2:
