@@ -74,8 +74,8 @@ class LoopLag:
             yield
         finally:
             task.cancel()
+            self._due = None  # first, because a cancellation may end the wait: the time after the watch is no stall
             await asyncio.wait({task})
-            self._due = None
 
     async def _watch(self, alert: Callable[[str], None]) -> None:
         alerted = False

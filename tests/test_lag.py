@@ -133,6 +133,23 @@ async def test_a_stall_counts_before_it_is_measured(alerts: list[str]) -> None:
     assert stalls.seconds > STALL_S and stalls.excuse(5.0) and not stalls.excuse(50.0)
 
 
+def test_the_time_after_a_watch_is_no_stall_also_if_its_end_is_cancelled() -> None:
+    async def watched() -> float:
+        loop_lag = LoopLag(asyncio.get_running_loop().time)
+        watch = loop_lag.watched(lambda alert: None)
+        await watch.__aenter__()
+        await asyncio.sleep(2 * TICK_S)
+        ending = asyncio.create_task(watch.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.wait({ending})
+        assert ending.cancelled()
+        hold_now()
+        return loop_lag.stalled_s
+
+    assert run_virtually(watched()) == 0.0
+
+
 def test_short_lags_are_figures_and_no_stalls() -> None:
     now = [0.0]
     loop_lag = LoopLag(lambda: now[0])
