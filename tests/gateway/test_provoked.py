@@ -119,7 +119,7 @@ async def test_a_request_that_holds_the_driver_excuses_other_episodes_alone(lead
     """Also the episode that started the gateway's server, in whose context all requests are served."""
 
     def counted(session: Session, asked: Any) -> int:
-        time.sleep(STALL_S + 0.3)
+        time.sleep(3 * STALL_S)
         return 1
 
     monkeypatch.setattr(Session, "count", counted)
@@ -131,7 +131,7 @@ async def test_a_request_that_holds_the_driver_excuses_other_episodes_alone(lead
 
     async def holds(url: str, key: str) -> None:
         await serves.wait()
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
             shown = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
             made = await http.post(f"{url}/v1/messages/count_tokens", headers={"x-api-key": key}, json=shown)
             assert made.json() == {"input_tokens": 1}
@@ -140,9 +140,9 @@ async def test_a_request_that_holds_the_driver_excuses_other_episodes_alone(lead
 
     async def second() -> Any:
         await serves.wait()
-        return await lead(holds, gateway=gateway)
+        return await lead(holds, gateway=gateway, wall_s=600.0)
 
     async with DRIVER.watched(lambda alert: None):
-        outcomes = await asyncio.gather(lead(waits, gateway=gateway), second())
+        outcomes = await asyncio.gather(lead(waits, gateway=gateway, wall_s=600.0), second())
         other, own = (outcome.session.stalls.seconds for outcome in outcomes)
     assert other >= STALL_S and other - own >= STALL_S
