@@ -84,6 +84,30 @@ async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
     assert DRIVER.figures()["loop_lag_ms_max"] < 1.0, "figures are those since the last call"
 
 
+@virtually
+async def test_many_short_steps_of_one_episode_are_its_own_stall(alerts: list[str]) -> None:
+    """As of many requests at once, each of which takes a moment to read."""
+    others = Stalls()
+
+    async def step(ready: asyncio.Event) -> None:
+        await ready.wait()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.hold(HOLD_S / 10)
+
+    async def agent() -> float:
+        ready, own = asyncio.Event(), lag.current()
+        steps = [asyncio.create_task(step(ready)) for _ in range(10)]
+        await asyncio.sleep(TICK_S)
+        ready.set()
+        await asyncio.gather(*steps)
+        await asyncio.sleep(2 * TICK_S)
+        assert own is not None
+        return own.seconds
+
+    assert await usercode.call(agent, what="the agent", timeout_s=30.0) == 0.0 and others.seconds > STALL_S
+
+
 async def test_a_stall_of_a_real_loop_is_measured() -> None:
     async with DRIVER.watched(lambda alert: None):
         await asyncio.sleep(2 * TICK_S)
