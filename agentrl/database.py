@@ -83,12 +83,12 @@ def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longe
 def check_files(path: Path) -> None:
     """Raises `NotOurs` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
 
-    SQLite writes to the files next to it, and follows links: a link would have it overwrite a file of its reader.
+    SQLite writes to the files next to it, and follows links: a link would have it overwrite a file of its reader. The files are not
+    opened, because a close would end the locks of other connections of this process.
     """
     for end in ("", "-wal", "-shm", "-journal"):
         try:
-            with foreign.opened(path.with_name(path.name + end), inside=path.parent):
-                pass
+            foreign.check(path.with_name(path.name + end), inside=path.parent)
         except FileNotFoundError:
             if path.with_name(path.name + end).is_symlink():
                 raise NotOurs(f"{path.name}{end} is a link to a file that does not exist") from None

@@ -26,7 +26,27 @@ def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
 
     Raises `ValueError` if the path is not a regular file or is outside `inside`.
     """
-    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe
+    with _checked(path, inside) as handle:
+        try:
+            file = open(f"/proc/self/fd/{handle}", "rb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    with file:
+        yield file
+
+
+def check(path: Path, *, inside: Path) -> None:
+    """Raises the errors of `opened`, without opening the file.
+
+    For files that may be in use by SQLite in this process: to close a descriptor of a file ends all locks that the process has on it.
+    """
+    with _checked(path, inside):
+        pass
+
+
+@contextmanager
+def _checked(path: Path, inside: Path | None) -> Iterator[int]:
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe, and its end leaves all locks
     try:
         mode = os.fstat(handle).st_mode
         if stat.S_ISDIR(mode):
@@ -36,14 +56,9 @@ def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
         real = Path(os.readlink(f"/proc/self/fd/{handle}"))
         if inside is not None and not real.is_relative_to(inside.resolve()):
             raise ValueError(f"is a link to a file outside {inside}")
-        try:
-            file = open(f"/proc/self/fd/{handle}", "rb")  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
+        yield handle
     finally:
         os.close(handle)
-    with file:
-        yield file
 
 
 def content(path: Path, *, most: int, inside: Path | None = None) -> bytes:

@@ -21,6 +21,7 @@ STALL_S = 1.0
 """A loop that is this late stood still. Shorter lags only count in the figures."""
 SHARE = 0.1
 """Share of a deadline for which the loop must have stood still before a miss is the machine's fault."""
+_LEAST_S = 0.001  # of a step of user code that is recorded
 _KEPT = 1 << 16  # newest measurements that are kept for the figures
 
 
@@ -29,6 +30,7 @@ class LoopLag:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.round = 0  # measurements so far
         self._calls = 0  # of user code that have not ended: episodes, tools and verifiers
         self._waited = False  # whether there was such a call since the last measurement
         self._stalled_s = 0.0
@@ -74,15 +76,17 @@ class LoopLag:
             yield
         finally:
             task.cancel()
+            self._due = None  # first, because a cancellation may end the wait: the time after the watch is no stall
             await asyncio.wait({task})
-            self._due = None
 
     async def _watch(self, alert: Callable[[str], None]) -> None:
         alerted = False
         while True:
+            self._holder, self._waited = (0.0, ""), self._calls > 0
             computed_s = time.thread_time()
             self._due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
+            self.round += 1
             late = max(0.0, self._clock() - self._due)
             self._late.append(late)
             if late >= STALL_S:
@@ -90,7 +94,6 @@ class LoopLag:
                 if not alerted and self._waited:
                     alerted = True
                     alert(self._cause(late, time.thread_time() - computed_s))
-            self._holder, self._waited = (0.0, ""), self._calls > 0
 
     def _cause(self, late: float, computed_s: float) -> str:
         seconds, what = self._holder
@@ -117,6 +120,7 @@ class Stalls:
     def __init__(self, parent: Stalls | None = None) -> None:
         self._parent = parent
         self._since, self._own_s = DRIVER.stalled_s, 0.0
+        self._round, self._in_round_s = DRIVER.round, 0.0
 
     @property
     def seconds(self) -> float:
@@ -131,10 +135,13 @@ class Stalls:
         return self.seconds > SHARE * limit_s
 
     def add(self, seconds: float) -> None:
-        """Records that the code itself held the loop, in every enclosing count."""
+        """Records that the code itself held the loop, in every enclosing count. Steps between two measurements are one stall."""
         counted: Stalls | None = self
         while counted is not None:
-            counted._own_s += seconds
+            before = counted._in_round_s if counted._round == DRIVER.round else 0.0
+            counted._round, counted._in_round_s = DRIVER.round, before + seconds
+            if before + seconds >= STALL_S / 2:
+                counted._own_s += seconds if before >= STALL_S / 2 else before + seconds
             counted = counted._parent
 
 
@@ -152,9 +159,19 @@ def counting(within: Stalls | None = None) -> tuple[Stalls, Context]:
     return stalls, context
 
 
+def current() -> Stalls | None:
+    """The count of the current task, which excludes what its code holds; None outside of user code."""
+    return _current.get()
+
+
+def count_as(stalls: Stalls | None) -> None:
+    """Has the further code of the current task count as that of another one's, for which it works."""
+    _current.set(stalls)
+
+
 def held(what: str, seconds: float) -> None:
     """Records that code of the current task has computed for this long without awaiting."""
-    if seconds < STALL_S / 2:
+    if seconds < _LEAST_S:
         return
     DRIVER.held(what, seconds)
     if (counted := _current.get()) is not None:

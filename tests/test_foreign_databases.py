@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentrl import database
-from agentrl.database import packed, unpacked
+from agentrl.database import check_files, packed, unpacked
 from agentrl.errors import AgentRLError
 from agentrl.experience import SqliteStore
 from agentrl.failure.collection import Collection
@@ -84,9 +86,32 @@ def test_no_file_of_a_database_is_a_link_out_of_its_folder_or_no_file(name: str,
         strange.unlink(missing_ok=True)
         precious.write_text("mine " * 1000)
         os.mkfifo(strange) if put == "pipe" else strange.symlink_to(precious if put == "link" else tmp_path / "absent")
-        with in_time(20), pytest.raises(AgentRLError, match=r"is a link to a file|is not a regular file"):
+        with in_time(120), pytest.raises(AgentRLError, match=r"is a link to a file|is not a regular file"):
             use()
         assert precious.read_text() == "mine " * 1000 and not (tmp_path / "absent").exists()
+
+
+_BEGINS = """
+import sqlite3, sys
+try:
+    sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None).execute("BEGIN IMMEDIATE")
+except sqlite3.OperationalError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_second_connection_of_a_process_ends_no_lock_of_the_first(name: str, tmp_path: Path) -> None:
+    """Otherwise another process that opens the file deletes the log that the first one writes to, and what it stores is lost."""
+    neighbours(tmp_path)[name]()
+    with closing(sqlite3.connect(tmp_path / name, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        check_files(tmp_path / name)
+        if name == "failures/traces.sqlite":
+            with pytest.raises(AgentRLError, match="locked"):
+                Collection(tmp_path, busy_timeout_s=0.0)
+        done = subprocess.run([sys.executable, "-c", _BEGINS, str(tmp_path / name)], capture_output=True, text=True, check=True)
+        assert done.stdout == "database is locked\n"
 
 
 FOREIGN = {

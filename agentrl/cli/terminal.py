@@ -175,7 +175,7 @@ def settle() -> None:
 
 
 def _settle(stream: TextIO, raw: _Lasting) -> None:
-    if (outbox := raw.outbox) is None:
+    if (outbox := raw.outbox) is None or not outbox.usable:
         return
     try:
         stream.flush()

@@ -89,8 +89,8 @@ class Collection:
         if not make and not self.path.is_file():
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         if not make:
-            with _translated(self.path), foreign.opened(self.path, inside=folder):
-                pass
+            with _translated(self.path):
+                foreign.check(self.path, inside=folder)
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_files(self.path)

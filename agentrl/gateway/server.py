@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from agentrl import usercode
+from agentrl import lag, usercode
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
 from agentrl.gateway.asked import Answer, Asked, Refused
@@ -176,6 +176,7 @@ class Gateway:
             try:
                 check_source(request.headers)
                 session = self._session(request.headers)
+                lag.count_as(session.stalls)  # otherwise it counts as code of the episode that started the server
                 return await answer(session, request)
             except Refused as refused:
                 if session is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl import usercode
+from agentrl import lag, usercode
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError
 from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, said
 from agentrl.gateway.constraint import constraint
@@ -65,6 +65,7 @@ class Session:
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
     kept: dict[str, Any] = field(default_factory=dict)  # id -> stored answer, as it was written
+    stalls: lag.Stalls | None = field(default_factory=lag.current)  # of the episode, which its requests do not excuse
     _refused: int = 0
     _graph: Graph = field(default_factory=Graph)
     _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)

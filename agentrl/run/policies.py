@@ -107,17 +107,19 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
     typed = named if Path.cwd().resolve() == root else str(root / named)
     path = foreign.located(named, root)
     version = None if path is None else version_folder(typed)
-    used = path if version is None else version[1]
-    if used is None or not used.is_relative_to(root):
+    used = version or ([] if path is None else [path])  # the run has the recipe, and its version may be a link
+    if not used or not all(folder.is_relative_to(root) for folder in used):
         raise UserError(f"{shown} is outside the project {root}", fix="use a model of the project, such as runs/NAME@VERSION")
-    if any(used.is_relative_to(suite.folder.resolve()) for suite in suites if suite.folder.resolve() != root):
+    folders = [suite.folder.resolve() for suite in suites if suite.folder.resolve() != root]
+    if any(part.is_relative_to(folder) for part in used for folder in folders):
         raise UserError(f"{shown} came with the suite", fix=f"if you trust it, give {option} FOLDER or RUN@VERSION")
-    if version is None and not used.is_dir():
+    model = used[-1]
+    if version is None and not model.is_dir():
         note = f" ({line(first.note, _SHOWN)})" if first.note else ""
         raise UserError(f"{shown} does not exist{note}", fix=f"train it, or evaluate another policy: {option} FOLDER or RUN@VERSION")
     if version is None:
-        return NamedPolicy(source=Source.FOLDER, name=typed, model=str(used))
-    return NamedPolicy(source=Source.VERSION, name=typed, model=str(used), run=version[0])
+        return NamedPolicy(source=Source.FOLDER, name=typed, model=str(model))
+    return NamedPolicy(source=Source.VERSION, name=typed, model=str(model), run=version[0])
 
 
 def version_folder(named: str) -> tuple[Path, Path] | None:

@@ -109,10 +109,30 @@ def write_large_tokenizer(folder: Path) -> Path:
     return folder
 
 
+_LOADS_SLOWLY = """
+import time
+from agentrl.agent import pretrained, template
+
+load = pretrained.auto_tokenizer().from_pretrained
+
+class Slow:
+    @staticmethod
+    def from_pretrained(*given, **options):
+        end = time.process_time() + 3.0
+        while time.process_time() < end:
+            pass
+        return load(*given, **options)
+
+pretrained.auto_tokenizer = lambda: Slow
+template._child()
+"""
+
+
 def test_the_time_to_load_a_large_vocabulary_is_not_the_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(write_large_tokenizer(tmp_path))
-    try_tokenizer(folder, cpu_s=1.0)  # loading takes more than twice as long
-    child = "from agentrl.agent import template; template._LOAD_S = 0.5; template._child()"
+    monkeypatch.setattr(template_module, "_CHILD", _LOADS_SLOWLY)
+    try_tokenizer(folder, cpu_s=3.0)
+    child = "from agentrl.agent import template; template._LOAD_S = 0.1; template._child()"
     monkeypatch.setattr(template_module, "_CHILD", child)
     with pytest.raises(UserError, match=r"does not end within bounds \(60 s of CPU time to load it, then 2 s of CPU time"):
         try_tokenizer(folder, cpu_s=2.0)

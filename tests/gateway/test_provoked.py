@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 import pytest
 
 from agentrl.errors import RequestRefused
-from agentrl.gateway import Session, Tokens, chat_completions
+from agentrl.gateway import Gateway, Session, Tokens, chat_completions
 from agentrl.gateway.asked import Refused
+from agentrl.lag import DRIVER, STALL_S, TICK_S
 from agentrl.protocols import LiveEpisode, Policy
 from agentrl.records import Blame, Episode, Limits, Task
 from agentrl.rollout import EpisodeRunner
@@ -109,3 +113,36 @@ def test_sampling_without_end_is_the_policys_and_a_stalled_server_is_not(speed: 
     episode = played(policy, agent)
     assert episode.left_out is left_out and episode.trajectories[0].stop_reason == "wall_limit"
     assert left_out or episode.completion_tokens == sum(policy.sampled.values()) > 900
+
+
+async def test_a_request_that_holds_the_driver_excuses_other_episodes_alone(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the episode that started the gateway's server, in whose context all requests are served."""
+
+    def counted(session: Session, asked: Any) -> int:
+        time.sleep(3 * STALL_S)
+        return 1
+
+    monkeypatch.setattr(Session, "count", counted)
+    gateway, serves, done = Gateway(), asyncio.Event(), asyncio.Event()
+
+    async def waits(url: str, key: str) -> None:
+        serves.set()
+        await done.wait()
+
+    async def holds(url: str, key: str) -> None:
+        await serves.wait()
+        async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
+            shown = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+            made = await http.post(f"{url}/v1/messages/count_tokens", headers={"x-api-key": key}, json=shown)
+            assert made.json() == {"input_tokens": 1}
+        await asyncio.sleep(2 * TICK_S)
+        done.set()
+
+    async def second() -> Any:
+        await serves.wait()
+        return await lead(holds, gateway=gateway, wall_s=600.0)
+
+    async with DRIVER.watched(lambda alert: None):
+        outcomes = await asyncio.gather(lead(waits, gateway=gateway, wall_s=600.0), second())
+        other, own = (outcome.session.stalls.seconds for outcome in outcomes)
+    assert other >= STALL_S and other - own >= STALL_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from agentrl.rollout import EpisodeRunner
 from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, Reading, out_of_time
 from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedSandboxes
-from agentrl.testing.clock import run_virtually
+from agentrl.testing.clock import VirtualLoop, run_virtually
 from agentrl.testing.paced import PacedPolicy
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
@@ -171,12 +170,19 @@ def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -
 
 
 @pytest.mark.parametrize("hold_s", [0.0, 1.4])
-async def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float) -> None:
+def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 50.0)
     task = replace(TASK, limits=replace(TASK.limits, wall_s=4.0))
-    async with DRIVER.watched(lambda alert: None):
-        asyncio.get_running_loop().call_later(1.0, time.sleep, hold_s)
-        episode = await runner_of(policy).run(task, episode_id="babble")
+
+    async def play() -> Episode:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        monkeypatch.setattr(DRIVER, "_clock", loop.time)
+        loop.call_later(1.0, loop.hold, hold_s)
+        async with DRIVER.watched(lambda alert: None):
+            return await runner_of(policy).run(task, episode_id="babble")
+
+    episode = run_virtually(play())
     (failure,) = episode.failures
     assert (failure.blame, episode.left_out) == ((Blame.INFRASTRUCTURE, True) if hold_s else (Blame.POLICY, False))
     assert (failure.kind == "driver_stalled" and "the driver's event loop stood still" in failure.message) is bool(hold_s)

@@ -90,6 +90,8 @@ def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> N
         ("/etc", "outside the project"),
         ("s/theirs@3", "came with the suite"),
         ("s/theirs", "came with the suite"),
+        ("s/borrowed@3", "came with the suite"),
+        ("borrowed@3", "outside the project"),
     ],
 )
 def test_a_recorded_policy_that_is_not_the_projects_is_refused(
@@ -101,5 +103,10 @@ def test_a_recorded_policy_that_is_not_the_projects_is_refused(
         (run / "versions" / "000003").mkdir(parents=True)
         (run / "versions" / "000003" / "config.json").write_text("{}")
     (project / "link").symlink_to(outside)
+    borrowed = tmp_path_factory.mktemp("borrowed")
+    (project / "borrowed").symlink_to(borrowed)
+    for run in (borrowed, project / "s" / "borrowed"):  # a recipe of theirs with a model of the project
+        (run / "versions").mkdir(parents=True)
+        (run / "versions" / "000003").symlink_to(project / "model")
     with pytest.raises(UserError, match=why):
         recorded_policy([load_suite(record(project, named))])

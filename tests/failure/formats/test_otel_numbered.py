@@ -172,6 +172,6 @@ def test_a_number_is_no_size_and_what_contradicts_is_missing(what: str, tmp_path
 
 def test_many_attributes_are_read_in_time_in_proportion(tmp_path: Path) -> None:
     told = {f"gen_ai.prompt.{number}.content": "x" for number in range(0, 40_000, 2)}
-    began = time.monotonic()
+    began = time.process_time()
     (trace,) = export(tmp_path / "a.json", span(1, told))
-    assert len(trace.spoken) == 20_000 and time.monotonic() - began < 60
+    assert len(trace.spoken) == 20_000 and time.process_time() - began < 60

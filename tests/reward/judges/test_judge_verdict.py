@@ -137,8 +137,8 @@ def test_what_a_server_separated_from_the_reasoning_has_none() -> None:
 
 
 def test_marks_without_number_take_little_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for text in ("<think>" * 200_000, "<think>" + "</think><think>" * 100_000, " " * 500_000 + "</think>{", "a\n>" * 200_000 + "</think>{"):
         with pytest.raises(Unreadable):
             json_object(text)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
