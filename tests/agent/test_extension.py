@@ -227,7 +227,7 @@ SILENT = GEMMA.replace("{% for m in messages %}", "{% for m in messages if m.rol
 def test_a_template_without_messages_of_tools_has_their_results_in_the_user_turn(template: str) -> None:
     tokenizer = made(template, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>")
     chat, number = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<end_of_turn>")
-    assert chat.exact and "their results are in the user's turn" in chat.told
+    assert chat.exact and "tool results are in the user's turn" in chat.told
     messages = [Message(role="user", content="q")]
     turns = [("user", "q")]
     ids = [*chat.opening(messages, [])]

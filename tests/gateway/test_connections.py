@@ -20,6 +20,7 @@ class Nobody:
     """A session that no request reaches."""
 
     models = ("policy",)
+    stalls = None
 
     def refused(self, kind: str) -> None: ...
 
