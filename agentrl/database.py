@@ -105,11 +105,11 @@ def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 <
     db.execute("PRAGMA trusted_schema = OFF")
     db.execute("PRAGMA cell_size_check = ON")
     ours = _created(tuple(schema))
-    forms = {made.groups() for sql in ours if (made := _MAKES.match(sql))}
+    forms = {statement.groups() for sql in ours if (statement := _MAKES.match(sql))}
     for kind, name, sql in db.execute(_OBJECTS):
         text = sql if isinstance(sql, str) else ""
-        made = _MAKES.match(text)  # as another version of agentrl or SQLite may write it
-        if text not in ours and (made is None or made.groups() not in forms or _COMPUTED.search(text)):
+        statement = _MAKES.match(text)  # as another version of agentrl or SQLite may write it
+        if text not in ours and (statement is None or statement.groups() not in forms or _COMPUTED.search(text)):
             raise NotOurs(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
 
 

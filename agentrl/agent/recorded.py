@@ -33,10 +33,10 @@ class RecordedTool:
         call = self._calls.get(arguments_key(arguments))
         if call is not None:
             return ToolOutcome(output=call.output, ok=not call.failed)
-        told = (
+        recorded = (
             "no call of it is recorded" if not self._calls else f"{len(self._calls)} calls are recorded, with the arguments {self._names()}"
         )
-        return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; {told}", ok=False)
+        return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; {recorded}", ok=False)
 
     def _names(self) -> str:
         """Names of arguments. Values stay hidden: what the recorded agent passed may be the answer to the task."""

@@ -63,14 +63,14 @@ def offer(given: Any) -> Offer:
     required: Any = parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise Wrong(f"the tool {name} with properties that are no object, or required that is no list")
-    kept: dict[str, Any] = _without(_checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",))  # it repeats names and costs tokens
-    kept |= {"type": "object", "properties": kept.get("properties") or {}}
-    kept = {key: item for key, item in kept.items() if key != "$schema" and item is not None}
+    offered: dict[str, Any] = _without(_checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",))  # it repeats names and costs tokens
+    offered |= {"type": "object", "properties": offered.get("properties") or {}}
+    offered = {key: item for key, item in offered.items() if key != "$schema" and item is not None}
     if missing := [word for word in required if not isinstance(word, str) or word not in properties]:
         raise Wrong(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
-    if (size := len(json.dumps(kept, ensure_ascii=False))) > MAX_SCHEMA:
+    if (size := len(json.dumps(offered, ensure_ascii=False))) > MAX_SCHEMA:
         raise Wrong(f"the tool {name} with a schema of {size} characters, at most {MAX_SCHEMA} are taken")
-    return Offer(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=kept)
+    return Offer(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=offered)
 
 
 def offers(listed: Sequence[Any], only: Sequence[str]) -> tuple[Offer, ...]:
@@ -138,10 +138,10 @@ def _unpatterned(value: Any, levels: int = MAX_DEPTH, *, names: bool = False) ->
     if not isinstance(value, Mapping):
         return [_unpatterned(item, levels - 1) for item in value]
     open_ = not names and isinstance(value.get("patternProperties"), Mapping)
-    kept = {key: item for key, item in value.items() if not (open_ and key in ("patternProperties", "additionalProperties"))}
+    remaining = {key: item for key, item in value.items() if not (open_ and key in ("patternProperties", "additionalProperties"))}
     return {
         key: item if not names and key in _DATA else _unpatterned(item, levels - 1, names=not names and key in _NAMED)
-        for key, item in kept.items()
+        for key, item in remaining.items()
     }
 
 
@@ -173,10 +173,10 @@ def _is_key(key: Any) -> bool:
 def _without(value: Any, words: Sequence[str], names: bool = False) -> Any:
     """A schema without these keywords. `names`: whether the keys of `value` are names, which stay."""
     if isinstance(value, Mapping):
-        kept = {key: item for key, item in value.items() if names or key not in words}
+        remaining = {key: item for key, item in value.items() if names or key not in words}
         return {
             key: item if not names and key in _DATA else _without(item, words, names=not names and key in _NAMED)
-            for key, item in kept.items()
+            for key, item in remaining.items()
         }
     return [_without(item, words) for item in value] if isinstance(value, list | tuple) else value
 

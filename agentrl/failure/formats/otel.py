@@ -9,7 +9,6 @@ conventions. Every call repeats the conversation before it;
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from agentrl.failure.formats import openai, otel_numbered
 from agentrl.failure.formats.files import Document, Unreadable
 from agentrl.failure.formats.otel_lines import Agent, Call, Entry, ToolRun, Unit, trace
 from agentrl.failure.formats.otlp import Event, Key, Span, entries
-from agentrl.failure.formats.values import Gaps, as_text, call, kind, label, objects, spoken, string, tools
+from agentrl.failure.formats.values import Gaps, as_text, call, decoded, kind, label, objects, spoken, string, tools
 from agentrl.failure.trace import Spoken, Trace
 
 MOST_SPANS = 250_000
@@ -157,7 +156,7 @@ class Gathered:
     def _message_event(self, one: Call, event: Event) -> None:
         """A message in the form up to v1.36: that of a chat completion, with the role in the event's name."""
         fields = ((key, value) for key, value in _fields(event).items() if not key.startswith("gen_ai."))
-        body = {key: _decoded(value) if key in _STRUCTURED else value for key, value in fields}
+        body = {key: decoded(value) if key in _STRUCTURED else value for key, value in fields}
         if event.name == _CHOICE:
             if body.get("index") not in (None, 0, "0"):
                 one.gaps.add("choices besides the first")
@@ -196,7 +195,7 @@ class Gathered:
                 said = said[:1]
             one.outputs, one.whole_outputs = [self._kept(message) for message in said], bool(said)
         if not one.tools and "gen_ai.tool.definitions" in attributes:
-            one.tools = tools(_decoded(attributes["gen_ai.tool.definitions"]), one.gaps)
+            one.tools = tools(decoded(attributes["gen_ai.tool.definitions"]), one.gaps)
         elif not one.tools:
             one.tools = tools(otel_numbered.definitions(attributes, one.gaps), one.gaps)
 
@@ -220,7 +219,7 @@ def _run(span: Span) -> ToolRun:
         key=span.key,
         name=label(attributes.get("gen_ai.tool.name")),
         id=string(attributes.get("gen_ai.tool.call.id"), "gen_ai.tool.call.id"),
-        arguments=None if arguments is None else _decoded(arguments),
+        arguments=None if arguments is None else decoded(arguments),
         result=None if result is None else as_text(result, "gen_ai.tool.call.result"),
         failed=bool(span.error),
         error=span.error,
@@ -231,7 +230,7 @@ def _run(span: Span) -> ToolRun:
 
 def _run_of_openinference(span: Span) -> ToolRun:
     attributes = span.attributes
-    arguments = _decoded(attributes.get("tool.parameters", attributes.get("input.value")))
+    arguments = decoded(attributes.get("tool.parameters", attributes.get("input.value")))
     result = attributes.get("output.value")
     return ToolRun(
         key=span.key,
@@ -255,14 +254,14 @@ def _fields(event: Event) -> dict[str, Any]:
     """The content of an event, from its body, its attributes, or the attribute that holds all of it as JSON."""
     found: dict[str, Any] = {}
     for told in (event.body, event.attributes.get("gen_ai.event.content")):
-        value = _decoded(told)
+        value = decoded(told)
         found |= value if isinstance(value, dict) else {"content": told} if isinstance(told, str) else {}
     return found | {key: value for key, value in event.attributes.items() if key in _OF_A_MESSAGE or key.startswith("gen_ai.")}
 
 
 def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[Spoken]:
     """The messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
-    value = _decoded(attributes.get(name))
+    value = decoded(attributes.get(name))
     if isinstance(value, str):
         yield spoken(role, value)
         return
@@ -270,19 +269,9 @@ def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> I
         yield openai.message({"role": role, **item}, f"{name}[{number}]", gaps)
 
 
-def _decoded(value: Any) -> Any:
-    """JSON text as its value; anything else, and text that is none, as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
 def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[Spoken]:
     """The messages of an attribute, JSON text or structured. One that was cut off by the emitter is a gap, not an error."""
-    value = _decoded(attributes.get(name))
+    value = decoded(attributes.get(name))
     if isinstance(value, str):
         gaps.add(f"{name} of a call: it is no JSON, perhaps cut by the emitter's limit")
         return
@@ -320,7 +309,7 @@ def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Spoken]
 
 def _instructions(value: Any, gaps: Gaps) -> Sequence[Spoken]:
     """`gen_ai.system_instructions`, which are apart from the messages."""
-    parts = _decoded(value)
+    parts = decoded(value)
     if parts is None:
         return ()
     if isinstance(parts, str):

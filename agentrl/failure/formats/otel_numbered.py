@@ -7,12 +7,11 @@ https://github.com/Arize-ai/openinference, spec/semantic_conventions.md. Indices
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from agentrl.failure.formats.values import Gaps, names
+from agentrl.failure.formats.values import Gaps, decoded, names
 from agentrl.failure.trace import Spoken
 
 Read = Callable[[Mapping[str, Any], str, Gaps], Iterator[Spoken]]
@@ -49,13 +48,13 @@ def messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, g
 
 def definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict[str, Any]]:
     """The schemas of the tools that a call offers."""
-    found = []
+    schemas: list[dict[str, Any]] = []
     for name in _TOOLS:
         for item in numbered(attributes, name, gaps):
-            schema = _decoded(names(item.get("tool")).get("json_schema"))
-            schema = schema if isinstance(schema, dict) else {key: _decoded(value) for key, value in item.items() if key != "tool"}
-            found.append(schema if "function" in schema else {"type": "function", "function": schema})
-    return found
+            schema = decoded(names(item.get("tool")).get("json_schema"))
+            schema = schema if isinstance(schema, dict) else {key: decoded(value) for key, value in item.items() if key != "tool"}
+            schemas.append(schema if "function" in schema else {"type": "function", "function": schema})
+    return schemas
 
 
 def numbered(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list[dict[str, Any]]:
@@ -106,14 +105,14 @@ def _listed(value: Any) -> Any:
 
 def _chat_message(item: Mapping[str, Any]) -> dict[str, Any]:
     """A message as the chat completions API writes it, in which a call has its name and arguments in `function`."""
-    told = names(item.get("message")) or dict(item)
-    message = {key: value for key, value in told.items() if key not in _NOT_KEPT}
+    fields = names(item.get("message")) or dict(item)
+    message = {key: value for key, value in fields.items() if key not in _NOT_KEPT}
     if "role" not in message and len(spoken := [role for role in _ROLES if isinstance(message.get(role), str)]) == 1:
         message |= {"role": spoken[0], "content": message.pop(spoken[0])}
     if isinstance(contents := message.pop("contents", None), list):
         message["content"] = [names(names(one).get("message_content")) for one in contents]
     elif isinstance(text := message.get("content"), str) and text.startswith("[{"):
-        parts = _decoded(text)
+        parts = decoded(text)
         message["content"] = parts if isinstance(parts, list) and all("type" in names(part) for part in parts) else text
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_call(names(names(one).get("tool_call")) or names(one)) for one in calls]
@@ -123,13 +122,6 @@ def _chat_message(item: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _call(told: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": told.get("id"), "function": told.get("function") or {key: told[key] for key in ("name", "arguments") if key in told}}
-
-
-def _decoded(value: Any) -> Any:
-    """JSON text as its value; anything else as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
+def _call(fields: Mapping[str, Any]) -> dict[str, Any]:
+    function = fields.get("function") or {key: fields[key] for key in ("name", "arguments") if key in fields}
+    return {"id": fields.get("id"), "function": function}

@@ -111,6 +111,16 @@ def content(value: Any, what: str, gaps: Gaps) -> str:
     return "\n".join(texts)
 
 
+def decoded(value: Any) -> Any:
+    """The value of JSON text. Any other text or value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
     """A tool call whose arguments are an object, or JSON text of one. Any other text is kept under `UNPARSED`."""
     if not isinstance(name, str) or not name:
@@ -118,18 +128,13 @@ def call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
     if arguments is None or arguments == "":
         gaps.add("arguments of a tool call")
         return ToolCall(name=name, arguments={})
-    parsed, text = arguments, arguments
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = None
+    parsed = decoded(arguments)
     if isinstance(parsed, dict):
         try:
             return ToolCall(name=name, arguments=parsed)
         except ValueError:  # NaN, a number without end, nested too deep, half of a surrogate pair
             pass
-    return ToolCall(name=name, arguments={UNPARSED: fields.text(text if isinstance(text, str) else as_text(text, what))})
+    return ToolCall(name=name, arguments={UNPARSED: fields.text(arguments if isinstance(arguments, str) else as_text(arguments, what))})
 
 
 def arguments_text(made: ToolCall) -> str:

@@ -204,13 +204,13 @@ class Ledger:
     def _connected(self) -> sqlite3.Connection:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        made = connect(self.path, _SCHEMA, timeout_s=_BUSY_S, longest=_LONGEST)
+        db = connect(self.path, _SCHEMA, timeout_s=_BUSY_S, longest=_LONGEST)
         try:
             if self.path is not None:
-                enter_wal(made, timeout_s=_BUSY_S)
-                made.execute("PRAGMA synchronous=NORMAL")
-            make_tables(made, _SCHEMA)
+                enter_wal(db, timeout_s=_BUSY_S)
+                db.execute("PRAGMA synchronous=NORMAL")
+            make_tables(db, _SCHEMA)
         except BaseException:
-            made.close()
+            db.close()
             raise
-        return made
+        return db

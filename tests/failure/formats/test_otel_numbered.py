@@ -1,4 +1,4 @@
-"""Attributes that number their messages: the conversation of OpenLLMetry and OpenInference, and numbers that nobody should trust."""
+"""Attributes that number their messages: the conversation of OpenLLMetry and OpenInference, and hostile numbers."""
 
 from __future__ import annotations
 
