@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.weights import deltas
+from agentrl.version import deltas
 
 HEAD = "| update | numbers changed | bytes changed | delta, share of the file | make, s | apply and check, s |"
 

@@ -35,8 +35,8 @@ from agentrl.gateway import Gateway, Session, Tokens
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Episode, Group, Limits, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReplayPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 

@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.config import MemoryConfig
+from agentrl.evaluation.evaluate import evaluate
 from agentrl.experience import SqliteStore, StepGroups
-from agentrl.recipe import MemoryConfig
+from agentrl.memory.run_memory import HeldOutNotes, RunMemory
 from agentrl.records import Group, Split
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.run.evaluate import evaluate
-from agentrl.run.memory import HeldOutNotes, RunMemory
-from agentrl.sampling import Sampling
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from rewards.tables import exact_answer

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.files import write  # noqa: E402
+from agentrl.base.files import write  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.contest.ours import parts  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402

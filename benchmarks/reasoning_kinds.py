@@ -20,12 +20,12 @@ sys.path.insert(0, str(ROOT))
 
 from agentrl.cli.recipes import load_recipe  # noqa: E402
 from agentrl.cli.running import run_folder  # noqa: E402
+from agentrl.evaluation.evaluate import evaluate  # noqa: E402
 from agentrl.observe.stats import Rate  # noqa: E402
 from agentrl.records import Split  # noqa: E402
-from agentrl.run.evaluate import evaluate  # noqa: E402
-from agentrl.run.opening import Run, opened  # noqa: E402
-from agentrl.run.transcript import append  # noqa: E402
-from agentrl.sampling import Sampling  # noqa: E402
+from agentrl.records.sampling import Sampling  # noqa: E402
+from agentrl.session.opening import Run, opened  # noqa: E402
+from agentrl.session.transcript import append  # noqa: E402
 from agentrl.task import open_family  # noqa: E402
 from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
 

@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from agentrl.base.files import write  # noqa: E402
 from agentrl.failure.case import Case, save_case  # noqa: E402
-from agentrl.files import write  # noqa: E402
 from agentrl.records import Split  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402
 

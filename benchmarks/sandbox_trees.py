@@ -16,11 +16,11 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.contract.outputs import collect
 from agentrl.errors import SandboxError
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import select_backend
+from agentrl.task.outputs import collect
 
 T = TypeVar("T")
 MAKE_S, OPEN_S = 120.0, 120.0

@@ -26,8 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.estimates import wilson  # noqa: E402
-from agentrl.files import read_json_lines, write  # noqa: E402
+from agentrl.base.estimates import wilson  # noqa: E402
+from agentrl.base.files import read_json_lines, write  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
 from rewards.pages import page_asked  # noqa: E402

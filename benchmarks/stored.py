@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from agentrl.files import write
+from agentrl.base.files import write
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

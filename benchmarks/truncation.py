@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import zstandard
 
-from agentrl import codec
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.learner.logprobs import LogprobHead
 from agentrl.learner.packing import MicroBatch, micro_batch
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.records import Completion, Sample, SamplingParams
-from agentrl.sampling import Supports
+from agentrl.records import Completion, Sample, SamplingParams, codec
+from agentrl.records.sampling import Supports
 from agentrl.serving import TokenClient, VLLMServer
 from agentrl.testing.tiny_model import make_model, write_version
 

@@ -38,10 +38,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.compare.verdict import Outcome, read_verdicts  # noqa: E402
+from agentrl.base.files import read_json_lines, write  # noqa: E402
 from agentrl.failure.collection import Collection  # noqa: E402
 from agentrl.failure.trace import Trace  # noqa: E402
-from agentrl.files import read_json_lines, write  # noqa: E402
+from agentrl.gate.verdict import Outcome, read_verdicts  # noqa: E402
 from agentrl.observe.drift import alarms  # noqa: E402
 from agentrl.records import Split, Task  # noqa: E402
 from agentrl.reward.audit import AUDIT  # noqa: E402

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agentrl.prove import cheats, odd  # noqa: E402
+from agentrl.check import cheats, odd  # noqa: E402
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task  # noqa: E402
 from agentrl.reward import TaskScorer  # noqa: E402
 from sandboxes.reasoning import catalogue, package, problems  # noqa: E402

@@ -1,4 +1,4 @@
-"""Writes the table of recipe keys in `docs/recipes.md` from the field docstrings of `agentrl/recipe.py`.
+"""Writes the table of recipe keys in `docs/recipes.md` from the field docstrings of `agentrl/config/recipe.py`.
 
 python docs/generate_recipe_table.py            # writes it
 python docs/generate_recipe_table.py --check    # exits 1 when the page and the code disagree
@@ -18,9 +18,9 @@ from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentrl.parts import Kind
-from agentrl.recipe import Recipe
-from agentrl.section import Section, meanings, named_section_of, section_of
+from agentrl.config import Recipe
+from agentrl.config.section import Section, meanings, named_section_of, section_of
+from agentrl.plugins.parts import Kind
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -50,7 +50,7 @@ def table() -> str:
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name, field, told in keys():
         if not told:
-            raise SystemExit(f"{name} has no docstring in agentrl/recipe.py: write one line under the field")
+            raise SystemExit(f"{name} has no docstring in agentrl/config/recipe.py: write one line under the field")
         meaning = " ".join(told.split())
         rows.append(f"| `{name}` | {_cell(_type(field))} | {_default(field)} | {_cell(meaning)} |")
     return "\n".join(rows)
@@ -124,7 +124,7 @@ def main() -> int:
     if wanted == text:
         return 0
     if check:
-        print("docs/recipes.md does not match agentrl/recipe.py: run python docs/generate_recipe_table.py", file=sys.stderr)
+        print("docs/recipes.md does not match agentrl/config/recipe.py: run python docs/generate_recipe_table.py", file=sys.stderr)
         return 1
     PAGE.write_text(wanted, encoding="utf-8")
     return 0

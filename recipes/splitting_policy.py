@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))  # as the command line does: content is imported f
 from agentrl.agent import load_tools  # noqa: E402
 from agentrl.agent.chat import ChatFormat  # noqa: E402
 from agentrl.agent.delegation import schema  # noqa: E402
-from agentrl.files import sha256_file  # noqa: E402
+from agentrl.base.files import sha256_file  # noqa: E402
+from agentrl.config.rollout import DelegationConfig  # noqa: E402
 from agentrl.records import Message  # noqa: E402
-from agentrl.sections.rollout import DelegationConfig  # noqa: E402
 from sandboxes.pages.demonstrations import Demonstration, demonstrations  # noqa: E402
 
 BASE = ROOT / "recipes/models/tables-base"

@@ -18,7 +18,7 @@ from typing import Any
 
 import sympy
 
-from agentrl.contract.values import whole
+from agentrl.base.numbers import whole
 from rewards.asked import names_percent, names_unit
 from rewards.notation import is_assignment
 from rewards.scalars import Node, symbols

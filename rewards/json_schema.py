@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from agentrl.contract.values import number, same_number, whole
+from agentrl.base.numbers import number, same_number, whole
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, need, unfenced, wrong

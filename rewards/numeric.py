@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
-from agentrl.contract.values import LARGEST_EXPONENT, near, same_number, whole
+from agentrl.base.numbers import LARGEST_EXPONENT, near, same_number, whole
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, wrong
@@ -86,7 +86,7 @@ class Numeric(Configured):
 
     If neither `relative` nor `absolute` is set, two numbers that are written whole must be equal, and others may differ by 1e-6 of the
     truth. If one is, an answer of any kind may differ by at most max(absolute, relative * |truth|), but 0 and a number of the other sign
-    are never near a truth that is not 0, and `absolute` counts only up to half of the truth (`agentrl.contract.values.near`).
+    are never near a truth that is not 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.near`).
     """
 
     name: ClassVar[str] = "numeric"

@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from agentrl.contract.outputs import matches
-from agentrl.contract.values import number, same_number
+from agentrl.base.numbers import number, same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import Configured
+from agentrl.task.outputs import matches
 from rewards import bags
 from rewards.json_schema import strict_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.contract.values import number
+from agentrl.base.numbers import number
 from agentrl.records import Episode, Score, Task, Trajectory
 from rewards.tables import says
 

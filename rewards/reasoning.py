@@ -10,9 +10,9 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
+from agentrl.base.scores import ROUNDING, reaches
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.worker import PATIENCE_S
-from agentrl.scores import ROUNDING, reaches
 from rewards.reasoning_scorers import Raised, Scorers, Stopped
 from sandboxes.reasoning.catalogue import speaks
 

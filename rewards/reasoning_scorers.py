@@ -6,8 +6,8 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl.base.scores import reaches
 from agentrl.reward.worker import Raised, Stopped, Worker, at_most
-from agentrl.scores import reaches
 from sandboxes.reasoning.catalogue import exact
 from sandboxes.reasoning.problems import entry_of
 

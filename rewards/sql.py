@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from agentrl.contract.values import same_number
+from agentrl.base.numbers import same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, unfenced, wrong

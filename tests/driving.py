@@ -17,18 +17,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from agentrl.config import Recipe, build
 from agentrl.experience import RunningEpisodes, SqliteStore, StepGroups
 from agentrl.failure import Capture, FaultRate, Quarantine
+from agentrl.memory.run_memory import open_memory
 from agentrl.observe import RunTracker, StageClock
 from agentrl.protocols import Policy, SandboxBackend
-from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
-from agentrl.run import loop, opening
-from agentrl.run.judges import JudgeServers
-from agentrl.run.memory import open_memory
-from agentrl.run.taught import TaughtGroups
+from agentrl.run import loop
 from agentrl.sandbox import select_backend
+from agentrl.session import opening
+from agentrl.session.judge_servers import JudgeServers
 from agentrl.task import GroupSchedule
+from agentrl.task.taught import TaughtGroups
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from tests.chats import chat_of, shared_tokenizer
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from hypothesis import strategies as st
 
 from agentrl import records as nouns
-from agentrl.fields import JsonObject, Text
-from agentrl.sampling import MAX_TOP_K, Supports
+from agentrl.records.fields import JsonObject, Text
+from agentrl.records.sampling import MAX_TOP_K, Supports
 
 WORST = [
     "",
@@ -66,7 +66,7 @@ TURNS = 2
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type, as its annotation is read by `agentrl.fields`."""
+    """Values of a field's type, as its annotation is read by `agentrl.records.fields`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint == Text:
         return any_text

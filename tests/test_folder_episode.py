@@ -11,9 +11,9 @@ import pytest
 
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.records import Split
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.sandbox import WarmPool, list_open, select_backend
 from agentrl.sandbox.lease import lease
 from agentrl.task import TaskFolders

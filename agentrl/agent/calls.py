@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from agentrl.fields import MAX_DIGITS
 from agentrl.records import ToolCall
+from agentrl.records.fields import MAX_DIGITS
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
 from agentrl.errors import UserError
-from agentrl.limits import Thinking
 from agentrl.records import Message, ToolCall
+from agentrl.records.limits import Thinking
 
 WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
 

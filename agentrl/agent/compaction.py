@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.policytext import read_turn
+from agentrl.config.rollout import CompactionConfig
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolResult
-from agentrl.sections.rollout import CompactionConfig
 
 SUMMARY = "summary"
 """`Trajectory.agent` where a summary was sampled."""

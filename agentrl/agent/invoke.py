@@ -1,7 +1,7 @@
 """One tool call. Either the agent gets an answer in time and the episode is scored, or the attempt ends with an infrastructure fault.
 
 If a tool raises on its arguments or returns no valid outcome, the agent gets an error. An outage of what the tool depends on
-(`agentrl.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt ends and is retried. The
+(`agentrl.base.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt is retried. The
 exception is an outage that the arguments provoked (`agentrl.agent.provoked`): otherwise an agent could end its attempts that way and
 choose which of them count. To find out, the call is repeated for `PATIENCE_S` if the tool has answered others; an outage that is over by
 then costs nothing. Sandbox faults are infrastructure faults, even if a tool hides them.
@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from agentrl import lag, usercode
 from agentrl.agent.provoked import Caller, CallRecord, Case
 from agentrl.agent.tools import MAX_TEXT, OUTAGE, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
-from agentrl.contract.forwarding import ForwardingSandbox
+from agentrl.base import loop_lag, user_code
+from agentrl.base.outages import Outage, outage
+from agentrl.base.secrets import redacted
 from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnavailable
-from agentrl.fields import json_object
-from agentrl.outages import Outage, outage
 from agentrl.protocols import Sandbox
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import Blame, Failure, Limits
-from agentrl.secrets import redacted
+from agentrl.records.fields import json_object
 
 T = TypeVar("T")
 
@@ -147,22 +147,22 @@ async def _once(
     """Makes one call. Raises the errors of `call_tool`, except `ToolUnavailable`."""
     margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if watched is None else SANDBOX_MARGIN_S)
     what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
-    since, stalls = usercode.cancellations(), lag.counting()[0]
+    since, stalls = user_code.cancellations(), loop_lag.counting()[0]
     if history is not None:
         history.begin()
     try:
-        given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s, within=stalls)
+        given = await user_code.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s, within=stalls)
         called = Called(outcome=checked(given, limits))
         if history is not None and called.outcome.ok:
             history.answered()
         return called
     except BaseException as error:
-        usercode.let_go(error, since)
-        if isinstance(error, usercode.Stalled):  # also if it has cost the sandbox
+        user_code.let_go(error, since)
+        if isinstance(error, user_code.Stalled):  # also if it has cost the sandbox
             raise
         if isinstance(error, Fault) and error.outage is not None and error.outage.late and stalls.excuse(limits.tool_timeout_s):
-            raise usercode.Stalled(f"{what}: {error.outage.text}: {stalls.text}") from error
-        if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
+            raise user_code.Stalled(f"{what}: {error.outage.text}: {stalls.text}") from error
+        if (known := user_code.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
             raise known from None
         ours = watched is not None and (watched.lost or watched.error is not None)  # a fault of the sandbox, handled in `call_tool`
         out = None if ours else _outage(error, arguments, alone=watched is None and history is not None)
@@ -176,7 +176,7 @@ async def _once(
 def checked(given: object, limits: Limits) -> ToolOutcome:
     """The outcome within bounds, without the run's secrets. Raises `NotAnOutcome`, with what the agent may be told."""
     if not isinstance(given, ToolOutcome):
-        raise NotAnOutcome(f"it gave {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
+        raise NotAnOutcome(f"it gave {user_code.printable(type(given).__name__, 64)}, not a ToolOutcome")
     if given.answer is not None and len(given.answer) > MAX_ANSWER:
         raise NotAnOutcome(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
     given = replace(given, output=redacted(given.output))
@@ -189,8 +189,8 @@ def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) 
     """The outage that ended a call. `alone`: no sandbox is involved, so a late answer is an outage too."""
     if isinstance(error, Fault):
         return error.outage
-    if isinstance(error, usercode.Overdue):
-        return Outage(text=usercode.text_of(error, 300), late=True) if alone else None
+    if isinstance(error, user_code.Overdue):
+        return Outage(text=user_code.text_of(error, 300), late=True) if alone else None
     return None if isinstance(error, NotAnOutcome) else outage(error, arguments)
 
 
@@ -208,20 +208,20 @@ def _policys(name: str, error: BaseException, timeout_s: float, turn: int) -> Ca
 
 def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:
     """What the agent is told of a call that went wrong."""
-    if isinstance(error, usercode.Overdue):
+    if isinstance(error, user_code.Overdue):
         return ToolOutcome(output=f"error: {name} gave no result within {timeout_s:g} s", ok=False)
     if isinstance(error, Fault):
-        return ToolOutcome(output=f"error: {name}: {usercode.text_of(error, 1000)}", ok=False)
-    text = usercode.text_of(error, 300) if isinstance(error, NotAnOutcome) else usercode.describe(error)
+        return ToolOutcome(output=f"error: {name}: {user_code.text_of(error, 1000)}", ok=False)
+    text = user_code.text_of(error, 300) if isinstance(error, NotAnOutcome) else user_code.describe(error)
     return ToolOutcome(output=f"error: {name} failed: {text}", ok=False)
 
 
 def _failure(what: str, error: BaseException, turn: int) -> Failure:
     """The record of a call that went wrong: the policy's, for the arguments were."""
-    kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
+    kinds: dict[type[BaseException], str] = {user_code.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
     known = error.kind if isinstance(error, Fault) else kinds.get(type(error))
-    usercode.report(what, error, trace=known is None)
-    message = usercode.printable(f"{what}: {usercode.describe(error)}", 500)
+    user_code.report(what, error, trace=known is None)
+    message = user_code.printable(f"{what}: {user_code.describe(error)}", 500)
     return Failure(stage="tool", blame=Blame.POLICY, kind=known or type(error).__name__[:64], message=message, turn=turn)
 
 
@@ -242,13 +242,13 @@ class _Watched(ForwardingSandbox):
         await self._sandbox.close()
 
     async def _through(self, operation: Awaitable[T]) -> T:
-        since = usercode.cancellations()
+        since = user_code.cancellations()
         try:
             return await operation
         except ARGUMENT_FAULTS:
             raise
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and usercode.cancellations() > since:
+            if isinstance(error, asyncio.CancelledError) and user_code.cancellations() > since:
                 self.lost = self.lost or self.error is None
                 if self.lost:
                     self._on_lost()

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.agent.tools import FREE, ToolOutcome
-from agentrl.contract.recorded import RecordedCall, Recording, arguments_key
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits, Task
+from agentrl.task.recorded_tools import RecordedCall, Recording, arguments_key
 
 _SHOWN, _LONGEST = 20, 80  # names of arguments in an error, and characters of each
 

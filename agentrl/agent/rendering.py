@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.agent.template import SHIPPED
-from agentrl.causes import short
+from agentrl.base.causes import short
+from agentrl.base.processes import alarm
 from agentrl.errors import UserError
-from agentrl.processes import alarm
 from agentrl.records import Message
 
 THINK = ("<think>", "</think>")

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from agentrl import usercode
 from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, named, offered
 from agentrl.agent.memory import memory_tools
 from agentrl.agent.recorded import recorded_tools
@@ -20,12 +19,13 @@ from agentrl.agent.shipped import SHIPPED
 from agentrl.agent.tools import FREE, Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
 from agentrl.agent.typed import TaskData, Typed, is_tool, run, typed
 from agentrl.agent.wording import Words, worded
-from agentrl.contract.recorded import NAME as RECORDED
+from agentrl.base import user_code
 from agentrl.errors import PluginError, TaskError
-from agentrl.fields import json_value
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import EpisodeMemory, Sandbox, ToolSource
 from agentrl.records import Limits, Task
+from agentrl.records.fields import json_value
+from agentrl.task.recorded_tools import NAME as RECORDED
 
 
 class Toolbox(Mapping[str, Tool]):
@@ -86,7 +86,7 @@ class Kept:
             return self._object
 
     async def _new(self) -> Any:
-        return await usercode.threaded(self.kind, what=f"opening {self.kind.__name__}")
+        return await user_code.threaded(self.kind, what=f"opening {self.kind.__name__}")
 
     async def _reopened(self) -> Any:
         what = f"restoring {self.kind.__name__}"
@@ -100,13 +100,13 @@ class Kept:
         """Raises `ValueError` when there is none to be had."""
         if self._object is None:
             return self._saved
-        what, since = f"the state of {self.kind.__name__}", usercode.cancellations()
+        what, since = f"the state of {self.kind.__name__}", user_code.cancellations()
         try:
-            return json_value(await usercode.call(self._state, what=what, timeout_s=timeout_s))
+            return json_value(await user_code.call(self._state, what=what, timeout_s=timeout_s))
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
-            raise ValueError(f"{what} cannot be taken: {usercode.describe(error)}") from error
+            user_code.let_go(error, since)
+            user_code.report(what, error)
+            raise ValueError(f"{what} cannot be taken: {user_code.describe(error)}") from error
 
     async def _state(self) -> Any:
         if hasattr(self.kind, "state"):
@@ -117,12 +117,12 @@ class Kept:
         made, self._object = self._object, None
         if not hasattr(made, "close"):
             return
-        what, since = f"closing {self.kind.__name__}", usercode.cancellations()
+        what, since = f"closing {self.kind.__name__}", user_code.cancellations()
         try:
-            await usercode.call(lambda: run(made.close, made.close, what=what), what=what, timeout_s=timeout_s)
+            await user_code.call(lambda: run(made.close, made.close, what=what), what=what, timeout_s=timeout_s)
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
+            user_code.let_go(error, since)
+            user_code.report(what, error)
 
 
 class KeptTool:
@@ -284,7 +284,7 @@ def _fields_of(kind: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(kind)
     except Exception as error:
-        reason = usercode.describe(error)
+        reason = user_code.describe(error)
         raise PluginError(
             f"the tools of {kind.__name__} keep a state that JSON cannot hold ({reason})", fix="or give it state() and restore()"
         ) from None

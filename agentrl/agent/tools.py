@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from agentrl import usercode
-from agentrl.fields import Record, Text
-from agentrl.outages import Outage
+from agentrl.base import user_code
+from agentrl.base.outages import Outage
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
+from agentrl.records.fields import Record, Text
 
 MAX_TEXT = 300_000
 """Characters of a program that a tool runs; a sandbox takes no command line much longer."""
@@ -102,7 +102,7 @@ class Tool(Protocol):
         """Bad arguments are best an outcome with ok=False that tells the agent what is expected.
 
         After an exception, an invalid outcome or none in time, the agent gets an error and its episode is scored. An outage
-        (`agentrl.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
         """
         ...
 
@@ -198,7 +198,7 @@ def problem_of(tool: Any) -> str:
     try:
         name, needs_sandbox, schema = tool.name, tool.needs_sandbox, tool.schema
     except Exception as error:
-        return f"has no name, needs_sandbox or schema ({usercode.describe(error)})"
+        return f"has no name, needs_sandbox or schema ({user_code.describe(error)})"
     if not isinstance(name, str) or not name.strip():
         return f"has the name {name!r}, which is no text"
     if not isinstance(needs_sandbox, bool):
@@ -207,7 +207,7 @@ def problem_of(tool: Any) -> str:
         json.dumps(dict(schema), allow_nan=False, ensure_ascii=False).encode()
         called = schema["function"]["name"]
     except Exception as error:
-        return f"has a schema that is no OpenAI function schema ({usercode.describe(error)})"
+        return f"has a schema that is no OpenAI function schema ({user_code.describe(error)})"
     return "" if called == name else f"is called {name!r}, and {called!r} in its schema"
 
 

@@ -14,9 +14,9 @@ from agentrl.agent.provoked import Caller
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
 from agentrl.errors import InfrastructureError
-from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Blame, Failure, ToolCall, ToolResult
+from agentrl.records.fields import json_object
 
 SUBMIT = "submit"
 """The tool that hands in an answer."""

@@ -24,10 +24,10 @@ from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import call_all, calls_made, over_budget
 from agentrl.agent.wording import told
+from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
-from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 
 _SHOWN = "shown to it again with its tool results"
 

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from agentrl.base.files import sha256_file
 from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.files import sha256_file
-from agentrl.plugins import content_root
+from agentrl.plugins.references import content_root
 from agentrl.sandbox import engine, images
 
 DEADLINE_S = 2.0

@@ -19,7 +19,7 @@ import typer
 
 from agentrl.cli.options import JsonFlag
 from agentrl.errors import UserError
-from agentrl.plugins import add_project_root
+from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
     from agentrl.failure.collection import Collection
@@ -98,8 +98,8 @@ def show(
     run: RunFolder, trace: Annotated[str, typer.Argument(help="Id of a trace, as `list` shows it.")], as_json: JsonFlag = False
 ) -> None:
     """Show a trace whole: what was asked, every turn with calls and outputs, the failing one marked, score and evidence."""
-    from agentrl import codec
     from agentrl.failure.tell import told
+    from agentrl.records import codec
 
     with _opened(run) as collection:
         found = collection.get(trace)
@@ -164,7 +164,7 @@ def tag_failures(
 async def _named(collection: Collection, wanted: Wanted, rules: Sequence[Rule], reference: str) -> dict[str, str]:
     """Asks rules, and the judge where none is sure, about every trace that is wanted: id -> what they name it."""
     from agentrl.failure.triage import REST, by_judge, by_rules, renamed
-    from agentrl.prove.judging.naming import load_judge
+    from agentrl.judge.naming import load_judge
 
     judge = load_judge(reference) if reference else None
     if judge is not None:
@@ -292,7 +292,7 @@ def promote_failures(
         raise _none_chosen(run, selected)
     starts: dict[str, EpisodeState | None] = {}
     if from_turn:
-        from agentrl.run.starts import starts_of
+        from agentrl.evaluation.starts import starts_of
 
         starts = asyncio.run(starts_of(run, found, from_turn))
     done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
@@ -341,11 +341,11 @@ def minimize(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a case smaller while the policy still fails it: fewer messages, files and lines, each proven to be solvable."""
+    from agentrl.check.smaller import make_smaller
     from agentrl.cli.recipes import load_recipe
+    from agentrl.evaluation.policies import find_policy
+    from agentrl.evaluation.regressions import prepared
     from agentrl.failure.case import find_case, save_case
-    from agentrl.prove.smaller import make_smaller
-    from agentrl.run.policies import find_policy
-    from agentrl.run.regressions import prepared
     from agentrl.task import open_family
 
     root, loaded = load_recipe(recipe, [])

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.suites import evaluation
-from agentrl.compare import Results, results
-from agentrl.compare.results import About
-from agentrl.compare.verdict import FOLDER as GATE
 from agentrl.errors import UserError
-from agentrl.usercode import printable
+from agentrl.evaluation import Results, results
+from agentrl.evaluation.results import About
+from agentrl.gate.verdict import FOLDER as GATE
 
 if TYPE_CHECKING:
     from agentrl.observe.history import History

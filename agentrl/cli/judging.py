@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.files import sha256_file, write
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe, project_root
 from agentrl.errors import PluginError, UserError
-from agentrl.files import sha256_file, write
-from agentrl.plugins import add_project_root, resolve
+from agentrl.plugins.references import add_project_root, resolve
 
 if TYPE_CHECKING:
-    from agentrl.prove.judging.calibrate import Report
+    from agentrl.judge.calibrate import Report
 
 judge_app = typer.Typer(no_args_is_help=True, help="Judges: measure one on people's labels, correct the rates that it gives.")
 
@@ -50,10 +50,10 @@ def calibrate(
 
     Exits with 1 for a judge that is not shown to be better than chance.
     """
-    from agentrl.prove.judging.calibrate import calibrate as measure
-    from agentrl.prove.judging.labels import read_labels
-    from agentrl.prove.judging.telling import data, picture, told
-    from agentrl.reward.judges.calibration import save
+    from agentrl.judge.calibrate import calibrate as measure
+    from agentrl.judge.calibration import save
+    from agentrl.judge.labels import read_labels
+    from agentrl.judge.telling import data, picture, told
 
     root = project_root((recipe or Path.cwd() / "x").absolute())
     add_project_root(root)
@@ -95,8 +95,8 @@ def correct(
     as_json: JsonFlag = False,
 ) -> None:
     """The success rate behind the one that a judge gives, by its sensitivity and specificity."""
-    from agentrl.prove.judging.agreement import corrected
-    from agentrl.reward.judges.calibration import load
+    from agentrl.judge.agreement import corrected
+    from agentrl.judge.calibration import load
 
     rate = corrected(passed, total, load(calibration))
     if as_json:
@@ -125,7 +125,7 @@ def label(
         return
     if run is None:
         raise UserError("whose episodes are to be labelled?", fix="agentrl label RUN, or agentrl label --agreement A B")
-    from agentrl.prove.judging.labelling import Session, episodes, labels_file
+    from agentrl.judge.labelling import Session, episodes, labels_file
 
     by = by or getpass.getuser()
     path = labels_file(run, by) if out is None else out
@@ -140,8 +140,8 @@ def label(
 
 
 def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
-    from agentrl.prove.judging import agreement as stats
-    from agentrl.prove.judging.labels import read_labels
+    from agentrl.judge import agreement as stats
+    from agentrl.judge.labels import read_labels
 
     one, other = ({item.item.id: item.right for item in read_labels([path])} for path in (first, second))
     pairs = [(mine, theirs) for key, mine in one.items() if mine is not None and (theirs := other.get(key)) is not None]
@@ -186,7 +186,7 @@ def _keys() -> Iterator[Iterator[str]]:
 
 async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, Report]]) -> Report:
     """A measurement beside the judges' servers of a recipe."""
-    from agentrl.run.judges_alone import judges_served
+    from agentrl.session.judges_alone import judges_served
 
     _, recipe = load_recipe(path, [])
     if not recipe.judge_servers:

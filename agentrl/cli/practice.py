@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe
+from agentrl.config.recipe import Recipe
 from agentrl.failure.case import Suite, load_suite
+from agentrl.failure.practice import save_practice
 from agentrl.failure.twins import Withheld, withheld
-from agentrl.practice.files import save_practice
-from agentrl.recipe import Recipe
-from agentrl.run.ending import closed_after
-from agentrl.usercode import printable
+from agentrl.session.ending import closed_after
 
 if TYPE_CHECKING:
-    from agentrl.prove.practice import Made
+    from agentrl.check.practice import Made
 
 _REFUSED_SHOWN = 12
 _LINE = 1000  # characters
@@ -56,10 +56,10 @@ def practice(
 
 
 async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count: int, seed: int, parallel: int, quiet: bool) -> Made:
-    from agentrl.prove.practice import check_count, make_practice
-    from agentrl.run.judges_alone import judges_served
-    from agentrl.run.practising import measured_tasks
+    from agentrl.check.practice import check_count, make_practice
     from agentrl.sandbox import open_sandboxes
+    from agentrl.session.judges_alone import judges_served
+    from agentrl.session.practising import measured_tasks
     from agentrl.task import open_family
 
     check_count(count, cases)

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from agentrl import files
+from agentrl.base import files
 from agentrl.cli.running import loading
 from agentrl.cli.suites import rates, told
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite, find_suites
 from agentrl.failure.tell import line
-from agentrl.run.ending import explain, stopped
+from agentrl.session.ending import explain, stopped
 
 if TYPE_CHECKING:
-    from agentrl.recipe import Recipe
-    from agentrl.run.outcomes import CaseOutcome
-    from agentrl.run.policies import NamedPolicy
-    from agentrl.run.regressions import Evaluated, Prepared
+    from agentrl.config.recipe import Recipe
+    from agentrl.evaluation.outcomes import CaseOutcome
+    from agentrl.evaluation.policies import NamedPolicy
+    from agentrl.evaluation.regressions import Evaluated, Prepared
 
 _SHOWN = 12  # cases that did not pass, told in full
 _LISTED = 40  # rows of the table
@@ -52,10 +52,10 @@ def hold_to_suites(
     if junit_file is not None and (junit_file.is_dir() or not junit_file.parent.is_dir()):
         raise UserError(f"--junit {junit_file}: no file can be written there", fix="give a file in a folder that exists")
     with loading():
-        from agentrl.run.junit import junit
-        from agentrl.run.policies import recorded_policy, root_of
-        from agentrl.run.regressions import exit_code, pin, prepared
-        from agentrl.run.suite_code import check_project
+        from agentrl.evaluation.junit import junit
+        from agentrl.evaluation.policies import recorded_policy, root_of
+        from agentrl.evaluation.regressions import exit_code, pin, prepared
+        from agentrl.evaluation.suite_code import check_project
 
     check_project(suites, root_of(suites))
     policy = policy or recorded_policy(suites)
@@ -83,7 +83,7 @@ def evaluate_recipe(
             fix=f"agentrl eval RECIPE --model {policy.name}",
         )
     with loading():
-        from agentrl.run.regressions import held_out, prepared
+        from agentrl.evaluation.regressions import held_out, prepared
 
     own = root, recipe.but({"gate": None, "trackers": ("terminal",), "tracker_options": {}})
     suites = [held_out(recipe, root)]
@@ -96,8 +96,8 @@ def evaluate_recipe(
 
 def _evaluated(given: Prepared, *, as_json: bool) -> tuple[Evaluated, ...]:
     """Runs the evaluation and prints its table, or JSON."""
-    from agentrl.run.measure import judges_spent
-    from agentrl.run.regressions import evaluate
+    from agentrl.evaluation.regressions import evaluate
+    from agentrl.session.measure import judges_spent
 
     folder = given.start.folder
     try:
@@ -120,7 +120,7 @@ def suites_in(named: Sequence[str]) -> list[Suite]:
 
 def summary(done: Sequence[Evaluated], folder: Path) -> dict[str, Any]:
     """Evaluations for programs."""
-    from agentrl.run.outcomes import Verdict, worst_first
+    from agentrl.evaluation.outcomes import Verdict, worst_first
 
     outcomes = [outcome for one in done for outcome in one.outcomes]
     return {
@@ -141,7 +141,7 @@ def summary(done: Sequence[Evaluated], folder: Path) -> dict[str, Any]:
 
 def table(done: Sequence[Evaluated], folder: Path) -> str:
     """Evaluations for a person: every case, those that did not pass first and told in full, then the figures of each suite."""
-    from agentrl.run.outcomes import Verdict, details, see_more, short, worst_first
+    from agentrl.evaluation.outcomes import Verdict, details, see_more, short, worst_first
 
     several = len(done) > 1
     outcomes = worst_first(outcome for one in done for outcome in one.outcomes)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from agentrl.base.processes import age_s
 from agentrl.cli.terminal import outlasting_terminal
-from agentrl.processes import age_s
-from agentrl.recipe import Recipe, apply_overrides
-from agentrl.run.ending import explain, stopped, write_down
-from agentrl.run.folder import Start, check_same, check_verb, claimed, given_before, holds_run, merged
+from agentrl.config.recipe import Recipe, apply_overrides
+from agentrl.session.ending import explain, stopped, write_down
+from agentrl.session.folder import Start, check_same, check_verb, claimed, given_before, holds_run, merged
 
 if TYPE_CHECKING:
-    from agentrl.run.preflight import Checked
+    from agentrl.session.preflight import Checked
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def run_folder(
         if resume and (changes := check_same(folder, loaded)):
             print(f"resuming with {', '.join(changes)}", file=sys.stderr)
         with loading():
-            from agentrl.run import preflight
+            from agentrl.session import preflight
 
             checked = preflight.check(loaded, folder, root=root, training=verb == "train")
         try:

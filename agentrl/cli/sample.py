@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag, SandboxChoice, model_override
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import loading, run_folder
-from agentrl.usercode import printable
 
 if TYPE_CHECKING:
     from agentrl.run.sample import Came, Sampled

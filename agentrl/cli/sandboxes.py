@@ -13,7 +13,7 @@ from agentrl.errors import UserError
 
 def sandbox_ls(as_json: JsonFlag = False) -> None:
     """List the sandboxes on this machine, leftovers of dead drivers included."""
-    from agentrl import codec
+    from agentrl.records import codec
     from agentrl.sandbox import list_open
 
     found = list_open()

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import loading, run_folder
-from agentrl.compare import Comparison, Results, Scores, compare, power, results
-from agentrl.compare.paired import ALPHA, MARGIN
-from agentrl.compare.results import Figures
-from agentrl.compare.rule import passes
-from agentrl.compare.verdict import evaluation_folder
 from agentrl.errors import UserError
+from agentrl.evaluation import Comparison, Results, Scores, compare, power, results
+from agentrl.evaluation.paired import ALPHA, MARGIN
+from agentrl.evaluation.results import Figures
 from agentrl.failure.case import Suite, check_asked, load_suite
-from agentrl.usercode import printable
+from agentrl.gate.rule import passes
+from agentrl.gate.verdict import evaluation_folder
 
 if TYPE_CHECKING:
-    from agentrl.recipe import Recipe
+    from agentrl.config.recipe import Recipe
 
 _CASES_SHOWN = 12
 _NAME = 80  # characters of a case's name
@@ -54,9 +54,9 @@ def evaluate_suite(
     """Runs the evaluation and prints its table, or JSON."""
     with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
-            from agentrl.run.measure import judges_spent
-            from agentrl.run.suites import FOLDER
-            from agentrl.run.suites import evaluate_suite as evaluate
+            from agentrl.evaluation.suites import FOLDER
+            from agentrl.evaluation.suites import evaluate_suite as evaluate
+            from agentrl.session.measure import judges_spent
 
         found = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
         figures, asked = found.figures(), judges_spent(start.folder)
@@ -125,7 +125,7 @@ class Plan:
     difference: float
     alpha: float
     chance: float  # of seeing the difference
-    noise: float  # `agentrl.compare.power.noise_of`
+    noise: float  # `agentrl.evaluation.power.noise_of`
     cases: dict[int, int]  # attempts at each case by each policy -> cases
     here: dict[int, float | None]  # the same -> smallest difference that the cases of the evaluation at hand show; empty without one
     suite_cases: int = 0
@@ -208,7 +208,7 @@ def table(found: Results, *, where: Path) -> str:
 
 def told(table: str, judges: Mapping[str, float]) -> str:
     """A table, and what the judges of its attempts have cost."""
-    from agentrl.reward.judges import Spent
+    from agentrl.judge import Spent
 
     return f"{table}\njudges  {Spent.of(judges).told()}" if judges else table
 

@@ -17,9 +17,9 @@ from agentrl.cli.regressions import evaluate_recipe, hold_to_suites
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
-from agentrl.run.folder import finished
-from agentrl.run.policies import find_policy
-from agentrl.run.requests import Requests
+from agentrl.evaluation.policies import find_policy
+from agentrl.evaluation.requests import Requests
+from agentrl.session.folder import finished
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
@@ -133,7 +133,7 @@ def evaluate(
         return
     with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
-            from agentrl.run.held_out import evaluate_only
+            from agentrl.evaluation.held_out import evaluate_only
 
         results = asyncio.run(evaluate_only(loaded, start, checked, root=root, console=not as_json))
     if as_json:
@@ -153,9 +153,9 @@ def evaluate(
 def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
+    from agentrl.judge import Spent
     from agentrl.observe.left_out import printable
     from agentrl.observe.stats import difference
-    from agentrl.reward.judges import Spent
 
     pairs = (
         ("held-out", summary.heldout_before, summary.heldout_after),

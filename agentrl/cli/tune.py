@@ -8,15 +8,16 @@ from typing import Annotated
 
 import typer
 
-from agentrl import recipe
 from agentrl.cli.terminal import outlasting_terminal
+from agentrl.config import recipe
 from agentrl.errors import UserError
 from agentrl.experience import open_store
-from agentrl.plugins import add_project_root
+from agentrl.judge.labels import TextPreference
+from agentrl.judge.showing import Shown
+from agentrl.plugins.references import add_project_root
 from agentrl.records import Group
-from agentrl.reward.judges.showing import Shown
-from agentrl.supervised.select import Preference, TextPreference, demonstrations, preferences
-from agentrl.weights.model_folder import put_chat_template
+from agentrl.supervised.select import Preference, demonstrations, preferences
+from agentrl.version.model_folder import put_chat_template
 
 tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
 
@@ -104,7 +105,7 @@ def reward(
     seed: Seed = 0,
 ) -> None:
     """Learn to score whole episodes, from a run's scores or from people's labels (a reward model)."""
-    from agentrl.reward.judges.reward_record import checked_shows
+    from agentrl.judge.reward_record import checked_shows
 
     if (run is None) == (not labels):
         raise UserError("learn from a run or from labels?", fix="give a run folder, or --labels FILE --model FOLDER")
@@ -152,7 +153,7 @@ def _pairs(run: Path, margin: float, per_task: int) -> list[Preference]:
 
 
 def _labelled_pairs(labels: list[Path], shows: tuple[Shown, ...], per_task: int) -> list[TextPreference]:
-    from agentrl.prove.judging.labels import preferred, read_labels
+    from agentrl.judge.labels import preferred, read_labels
 
     pairs = preferred(read_labels(labels), shows, per_task=per_task)
     print(f"{len(pairs)} preferences")

@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
-from agentrl.recipe import Recipe
 
 _QUERY_S = 30.0
 

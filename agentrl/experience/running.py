@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import zstandard
 
-from agentrl import codec, files, foreign
-from agentrl.database import unpacked
-from agentrl.records import MAX_SNAPSHOT_BYTES, EpisodeState, ScoredEpisode
+from agentrl.base import files, foreign_files
+from agentrl.base.database import unpacked
+from agentrl.records import MAX_SNAPSHOT_BYTES, EpisodeState, ScoredEpisode, codec
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class RunningEpisodes:
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
         try:
-            body = foreign.content(path, most=MAX_BYTES, inside=self._folder)
+            body = foreign_files.content(path, most=MAX_BYTES, inside=self._folder)
             return codec.from_json(kind, unpacked(body, most=MAX_BYTES))
         except FileNotFoundError:
             return None

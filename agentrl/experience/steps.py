@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from agentrl.base.scores import alike
+from agentrl.config.recipe import RolloutConfig
 from agentrl.protocols import ExperienceStore
-from agentrl.recipe import RolloutConfig
 from agentrl.records import Group
-from agentrl.scores import alike
 
 _FAR = 1 << 30  # a schedule's position that no group of a run reaches: where the tasks of extra groups begin
 

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, parts
-from agentrl.database import connect, enter_wal, make_tables, packed, pragma, transaction, unpacked, within
+from agentrl.base.database import connect, enter_wal, make_tables, packed, pragma, transaction, unpacked, within
+from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
+from agentrl.plugins import parts
 from agentrl.protocols import ExperienceStore
-from agentrl.recipe import Recipe
-from agentrl.records import Group
+from agentrl.records import Group, codec
 
 _APPLICATION_ID = 0x41475258  # "AGRX": tells our files from any other SQLite file
 _SCHEMA_VERSION = 1

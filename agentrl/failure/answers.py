@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from agentrl.contract import values
+from agentrl.base import numbers
 
 _RELATIVE = 1e-6
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?\.?\d[\d,.]*(?:[eE][-+]?\d{1,3})?(?!\w)")
@@ -15,7 +15,7 @@ _QUOTES = "`'\"*.!$€ \t\r\n"
 
 def number(text: str) -> Fraction | None:
     """A number in plain notation, thousands commas allowed; None for anything else."""
-    return values.number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
+    return numbers.number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
 def is_truth(text: str, truth: str, tolerance: float) -> bool:
@@ -24,7 +24,7 @@ def is_truth(text: str, truth: str, tolerance: float) -> bool:
     if mine.casefold() == right.casefold():
         return bool(right)
     given, wanted = number(mine), number(right)
-    return given is not None and wanted is not None and values.same_number(given, wanted, relative=_RELATIVE, absolute=tolerance)
+    return given is not None and wanted is not None and numbers.same_number(given, wanted, relative=_RELATIVE, absolute=tolerance)
 
 
 def stands_in(truth: str, text: str, tolerance: float) -> bool:

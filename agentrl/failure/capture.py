@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl import usercode
-from agentrl.database import damaged
+from agentrl.base import user_code
+from agentrl.base.database import damaged
+from agentrl.base.files import sync
+from agentrl.base.scores import reaches
+from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
 from agentrl.failure.rows import Count, count_of, kind_of, newest_version
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.triage import Rule, by_rules, load_rules
-from agentrl.files import sync
 from agentrl.records import Group, ScoredEpisode, Task
-from agentrl.scores import reaches
-from agentrl.sections.failures import CaptureConfig
 
 log = logging.getLogger(__name__)
 
@@ -166,12 +166,12 @@ class Capture:
             except StoreError as error:
                 if not _damaged(error):
                     raise
-                usercode.report("the traces of this run are damaged; they are set aside, and new ones begun", error, trace=False)
+                user_code.report("the traces of this run are damaged; they are set aside, and new ones begun", error, trace=False)
                 self._set_aside()
                 step(self._opened())
         except Exception as error:
             self.lost += episodes
-            usercode.report("capturing a failure", error)
+            user_code.report("capturing a failure", error)
             if (took := time.monotonic() - began) > _SLOW_S:
                 self._resting_until = time.monotonic() + _REST * took
 

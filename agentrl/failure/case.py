@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, toml
+from agentrl.base import toml
+from agentrl.base.files import write
+from agentrl.base.foreign_files import content
 from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
-from agentrl.fields import Record, Text
-from agentrl.files import write
-from agentrl.foreign import content
-from agentrl.records import EpisodeState, Task
+from agentrl.records import EpisodeState, Task, codec
+from agentrl.records.fields import Record, Text
 
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")

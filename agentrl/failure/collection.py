@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, foreign
-from agentrl.database import NotOurs, check_files, enter_wal, make_tables, packed, pragma, protect, transaction, unpacked, within
+from agentrl.base import foreign_files
+from agentrl.base.database import NotOurs, check_files, enter_wal, make_tables, packed, pragma, protect, transaction, unpacked, within
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
 from agentrl.failure.triage import name_of
+from agentrl.records import codec
 
 FILE = "failures/traces.sqlite"
 LARGEST = 32 << 20
@@ -90,7 +91,7 @@ class Collection:
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         if not make:
             with _translated(self.path):
-                foreign.check(self.path, inside=folder)
+                foreign_files.check(self.path, inside=folder)
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_files(self.path)

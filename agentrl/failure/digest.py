@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import write
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
 from agentrl.failure.rows import Wanted
@@ -14,7 +15,6 @@ from agentrl.failure.tell import decisive
 from agentrl.failure.trace import Trace
 from agentrl.failure.triage import name_of
 from agentrl.failure.view import View, clip, view
-from agentrl.files import write
 
 DIGEST = "failures/failures.json"
 _TAGS = 12  # told apart

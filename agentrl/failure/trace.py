@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agentrl.fields import JsonObject, Record, Text
 from agentrl.records import Episode, Message, Score, Task
+from agentrl.records.fields import JsonObject, Record, Text
 
 FORMAT = 1
 

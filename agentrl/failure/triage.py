@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import PluginError
 from agentrl.failure.trace import Tag, Trace
 from agentrl.failure.view import view
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 
 Rule = Callable[[Trace], Tag | None]
 
@@ -102,13 +102,13 @@ async def by_judge(trace: Trace, rules: Sequence[Rule], judge: TriageJudge, *, t
     tags = by_rules(trace, rules)
     if tags[0].name != REST:
         return tags
-    since = usercode.cancellations()
+    since = user_code.cancellations()
     try:
         text = told(replace(trace, tags=()))  # what others named it is not for it to read
-        given = await usercode.call(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
+        given = await user_code.call(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
     except BaseException as error:
-        usercode.let_go(error, since)
-        usercode.report(f"triage judge {judge.name}", error)
+        user_code.let_go(error, since)
+        user_code.report(f"triage judge {judge.name}", error)
         return tags
     if (tag := _checked(given)) is None:
         return tags
@@ -135,7 +135,7 @@ def name_of(tags: Sequence[Tag]) -> str:
 def check_name(name: str) -> str:
     """The name, if it is one. Raises `ValueError`."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{usercode.printable(name, 60)!r} is no tag: lower-case letters, digits and underscores, at most 40")
+        raise ValueError(f"{user_code.printable(name, 60)!r} is no tag: lower-case letters, digits and underscores, at most 40")
     return name
 
 
@@ -143,7 +143,7 @@ def _asked(rule: Rule, trace: Trace) -> Tag | None:
     try:
         given = rule(trace)
     except (Exception, SystemExit) as error:
-        usercode.report(f"triage rule {getattr(rule, '__name__', 'of yours')}", error)
+        user_code.report(f"triage rule {getattr(rule, '__name__', 'of yours')}", error)
         return None
     tag = _checked(given)
     return None if tag is None else replace(tag, by="rules")
@@ -153,6 +153,6 @@ def _checked(given: object) -> Tag | None:
     if given is None:
         return None
     if not isinstance(given, Tag) or not _NAME.fullmatch(given.name):
-        usercode.report("triage", TypeError(f"{usercode.printable(repr(given), 80)} is no tag, and is left out"), trace=False)
+        user_code.report("triage", TypeError(f"{user_code.printable(repr(given), 80)} is no tag, and is left out"), trace=False)
         return None
     return replace(given, note=given.note[:_LONGEST_NOTE])

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.base.outages import outage_in
 from agentrl.failure.trace import Spoken, Trace
-from agentrl.outages import outage_in
 from agentrl.records import Episode, Message, ToolCall, Trajectory, Turn
 
 MAX_TURNS = 400

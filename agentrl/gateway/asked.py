@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.fields import json_value
 from agentrl.records import Message, ToolCall
+from agentrl.records.fields import json_value
 
 MAX_BODY = 8 << 20
 """Bytes of one request."""

@@ -1,7 +1,7 @@
 """Builds the constraint of an answer for the server's guided decoding: JSON of a schema, calls of tools, or either.
 
 Before it samples, the server masks the tokens that the grammar does not allow, and its logprobs are over the remaining tokens. Such an
-answer is sampled with supports (`agentrl.sampling`), so the learner scores each token over the set from which it was drawn.
+answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which it was drawn.
 """
 
 from __future__ import annotations

@@ -18,15 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from agentrl import destinations
+from agentrl.base.installation import install_command
 from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.server import HOST, Gateway
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, Tokens
-from agentrl.installation import install_command
 from agentrl.protocols import LiveEpisode, Sandbox
-from agentrl.records import Blame, ExecResult, Failure
+from agentrl.records import Blame, ExecResult, Failure, destinations
 
 PORT = 8790
 MODEL = "policy"

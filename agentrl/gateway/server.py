@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from agentrl import lag, usercode
+from agentrl.base import loop_lag, user_code
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
 from agentrl.gateway.asked import Answer, Asked, Refused
@@ -176,7 +176,7 @@ class Gateway:
             try:
                 check_source(request.headers)
                 session = self._session(request.headers)
-                lag.count_as(session.stalls)  # otherwise it counts as code of the episode that started the server
+                loop_lag.count_as(session.stalls)  # otherwise it counts as code of the episode that started the server
                 return await answer(session, request)
             except Refused as refused:
                 if session is None:
@@ -185,7 +185,7 @@ class Gateway:
                     session.refused(refused.kind)
                 return _error(refused, request)
             except Exception as error:
-                usercode.report("a request to the gateway", error)
+                user_code.report("a request to the gateway", error)
                 if session is not None:
                     session.request_failed(error)
                 return _error(Refused("failed", "Internal error."), request, 500)

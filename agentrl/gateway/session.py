@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl import lag, usercode
+from agentrl.base import loop_lag, user_code
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError
 from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, said
 from agentrl.gateway.constraint import constraint
@@ -65,7 +65,7 @@ class Session:
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
     kept: dict[str, Any] = field(default_factory=dict)  # id -> stored answer, as it was written
-    stalls: lag.Stalls | None = field(default_factory=lag.current)  # of the episode, which its requests do not excuse
+    stalls: loop_lag.Stalls | None = field(default_factory=loop_lag.current)  # of the episode, which its requests do not excuse
     _refused: int = 0
     _graph: Graph = field(default_factory=Graph)
     _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)
@@ -282,9 +282,9 @@ class Session:
             if parsed.message.tool_calls and len(self._withheld(parsed, asked)) == len(parsed.message.tool_calls):
                 parsed = chat.parse(completion.token_ids, asked.known_tools, calls=False)
         except Exception as error:  # a tokenizer may raise anything at what a model says
-            usercode.report("the policy's text cannot be read", error)
+            user_code.report("the policy's text cannot be read", error)
             line.add_turn(completion, Message(role="assistant", content=""))
-            raise PolicyFault(f"the policy's text cannot be read: {usercode.describe(error, 1000)}") from error
+            raise PolicyFault(f"the policy's text cannot be read: {user_code.describe(error, 1000)}") from error
         line.add_turn(completion, parsed.message)
         return parsed, stop
 
@@ -377,7 +377,7 @@ class Session:
         if not self.counts["answered"] or isinstance(error, InfrastructureError):
             self.broken(error)
             return
-        fault = PolicyFault(f"the gateway failed on a request that contains the policy's text: {usercode.describe(error, 1000)}")
+        fault = PolicyFault(f"the gateway failed on a request that contains the policy's text: {user_code.describe(error, 1000)}")
         fault.__cause__ = error
         self.broken(fault)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from agentrl.errors import UserError
 from agentrl.gateway.asked import Refused, Said
 from agentrl.records import Completion, Message, ToolCall
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 
 class Parsed(Protocol):

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import httpx
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
-from agentrl.recipe import Recipe
 from agentrl.serving.access import headers as access
-from agentrl.weights.announcement import Server, announced
+from agentrl.version.announcement import Server, announced
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1

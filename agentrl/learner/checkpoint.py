@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 
-from agentrl import codec
+from agentrl.base.files import commit_folder, folder_manifest, part_folder
 from agentrl.errors import LearnerError
-from agentrl.fields import Record
-from agentrl.files import commit_folder, folder_manifest, part_folder
 from agentrl.learner.critic import Critic
 from agentrl.learner.disk import writing
 from agentrl.learner.engine import PolicyEngine
@@ -33,6 +31,8 @@ from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.reshape import layout, layout_of, load_reshaped
 from agentrl.learner.tensor_files import read, tensors_only
+from agentrl.records import codec
+from agentrl.records.fields import Record
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.config.recipe import Recipe
 from agentrl.learner import forest_attention, kernels, lora
 from agentrl.learner.gradient_gate import gradient_gate
 from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
@@ -20,7 +21,6 @@ from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
-from agentrl.recipe import Recipe
 from agentrl.records import Probe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.causes import disk_full, location, short
+from agentrl.base.causes import disk_full, location, short
 from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, UserError
 
 _LONGEST = 1 << 14  # bytes of a line

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl import codec
-from agentrl.files import append_lines, whole_lines, write
+from agentrl.base.files import append_lines, whole_lines, write
 from agentrl.learner.disk import writing
 from agentrl.learner.guard import Setback
+from agentrl.records import codec
 
 FILE = "failures/updates.jsonl"
 

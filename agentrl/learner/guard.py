@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agentrl.config.recipe import LearnerConfig
 from agentrl.errors import LearnerHalted
-from agentrl.fields import Record, Text
-from agentrl.recipe import LearnerConfig
 from agentrl.records import Batch, Group
+from agentrl.records.fields import Record, Text
 
 SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
 _SEVERITY = (SKIP, ROLLBACK, HALT)

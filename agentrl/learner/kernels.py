@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
-from agentrl.installation import install_command
 
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 """Largest accepted change of a logprob, in nats: the kernels round in another order. As in `check_scorer` and the swap probe."""

@@ -15,8 +15,8 @@ import socket
 import sys
 from typing import Any
 
+from agentrl.base.processes import die_with_parent, imports_kept
 from agentrl.learner.exit_reason import ExitReason, send
-from agentrl.processes import die_with_parent, imports_kept
 
 LOOPBACK = "127.0.0.1"
 

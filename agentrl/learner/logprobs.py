@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from agentrl.errors import UserError
 from agentrl.learner.forest import lay_out
 from agentrl.learner.forest_attention import ForestLayout
-from agentrl.sampling import MAX_SUPPORT
+from agentrl.records.sampling import MAX_SUPPORT
 
 LOGITS_AT_ONCE = 2**25  # float32 logits alive at a time: 128 MiB, and a few times that in the backward pass
 

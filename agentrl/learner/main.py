@@ -11,10 +11,10 @@ import os
 import sys
 from pathlib import Path
 
+from agentrl.base.processes import die_with_parent, imports_kept
+from agentrl.base.run_lock import hold_part
 from agentrl.errors import AgentRLError
 from agentrl.learner.exit_reason import ExitReason, send
-from agentrl.processes import die_with_parent, imports_kept
-from agentrl.runlock import hold_part
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.recipe import LearnerConfig
+from agentrl.config.recipe import LearnerConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8

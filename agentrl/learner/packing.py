@@ -17,7 +17,7 @@ from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.ranks import Team
 from agentrl.learner.ulysses import Stretch
 from agentrl.records import Batch, Sample
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 Rows = tuple[Sample, ...]
 

@@ -9,16 +9,16 @@ import signal
 import sys
 from pathlib import Path
 
-from agentrl.causes import in_log
+from agentrl.base.causes import in_log
+from agentrl.base.files import tail
+from agentrl.base.liveness import Liveness
+from agentrl.base.processes import openmp
+from agentrl.base.run_lock import hold_part
+from agentrl.base.secrets import without_secrets
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
-from agentrl.files import tail
 from agentrl.learner.exit_reason import Mailbox
 from agentrl.learner.pulse import Reports
-from agentrl.liveness import Liveness
-from agentrl.processes import openmp
-from agentrl.recipe import Recipe
-from agentrl.runlock import hold_part
-from agentrl.secrets import without_secrets
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0

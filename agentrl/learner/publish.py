@@ -16,14 +16,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from agentrl import codec
-from agentrl.files import commit_folder, part_folder, sha256_file, write
+from agentrl.base.files import commit_folder, part_folder, sha256_file, write
 from agentrl.learner import lora
 from agentrl.learner.disk import writing
 from agentrl.learner.engine import PolicyEngine
 from agentrl.protocols import VersionRegistry
-from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe
-from agentrl.weights import deltas
+from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
+from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
 _DELTA_PAYS = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 
-from agentrl.liveness import Liveness
+from agentrl.base.liveness import Liveness
 
 _LONGEST = 80  # characters of one kind of work
 _READ_BYTES = 1 << 20  # of one read: more than the pipe holds

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from agentrl.config.recipe import Recipe
 from agentrl.learner import lora
 from agentrl.learner.engine import PolicyEngine, load_model, score
 from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
-from agentrl.recipe import Recipe
 
 
 class ReferencePolicy:

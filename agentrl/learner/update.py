@@ -14,6 +14,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from agentrl.config.recipe import CriticConfig
 from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.guard import Guard
@@ -25,7 +26,6 @@ from agentrl.objective.combined import TrainedTokens, loss_of, policy_loss
 from agentrl.objective.kl import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, over_steps, summarize
 from agentrl.objective.values import value_loss
-from agentrl.recipe import CriticConfig
 from agentrl.records import Batch, Sample
 
 

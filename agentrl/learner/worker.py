@@ -20,11 +20,11 @@ from statistics import fmean
 import torch
 import transformers
 
-from agentrl import plugins
-from agentrl import recipe as recipes
+from agentrl.config import recipe as recipes
+from agentrl.config.gate import GATE
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError, LearnerHalted, StoreError
 from agentrl.experience import StepGroups, open_store
-from agentrl.gating import GATE
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
@@ -40,8 +40,8 @@ from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import Assembled, assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
+from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
-from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 
@@ -347,7 +347,7 @@ def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     if root is not None:
-        plugins.add_project_root(root)
+        references.add_project_root(root)
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)

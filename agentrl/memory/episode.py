@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.errors import TaskError
-from agentrl.memo import Memo
 from agentrl.memory.store import QUERY_CHARS, Found, NoteStore
 from agentrl.records import Task
+from agentrl.records.memo import Memo
 
 MAX_PROJECT_CHARS = 200
 NOTHING = "no notes"

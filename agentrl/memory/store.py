@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.database import NotOurs, connect, damaged, enter_wal, make_tables, pragma, transaction, within
+from agentrl.base.database import NotOurs, connect, damaged, enter_wal, make_tables, pragma, transaction, within
+from agentrl.base.scores import reaches
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError, UserError
-from agentrl.memo import Memo
 from agentrl.records import ScoredEpisode
-from agentrl.scores import reaches
-from agentrl.sections.tools import MemoryConfig
+from agentrl.records.memo import Memo
 
 QUERY_CHARS = 200
 """Most characters of a query."""

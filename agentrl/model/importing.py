@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import agentrl
-from agentrl import files
 from agentrl.agent.template import SHIPPED, one_template, read_template, try_template, try_tokenizer
-from agentrl.causes import disk_full
+from agentrl.base import files
+from agentrl.base.causes import disk_full
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
-from agentrl.installation import install_command
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
-from agentrl.weights.deltas import tensors
-from agentrl.weights.model_folder import check_model, check_model_files, read_json
+from agentrl.version.deltas import tensors
+from agentrl.version.model_folder import check_model, check_model_files, read_json
 
 RECORD = "agentrl_import.json"
 _FORMAT = 1
@@ -270,7 +270,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat
-    from agentrl.causes import short
+    from agentrl.base.causes import short
     from agentrl.model.tokenizer import load_tokenizer
 
     if header is None:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.causes import short
+from agentrl.base.causes import short
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader
-from agentrl.weights.model_folder import check_architecture
+from agentrl.version.model_folder import check_architecture
 
 _FOLDER_INSTEAD = "import the model's Hugging Face folder"
 _POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl import parts
-from agentrl.causes import location, short
+from agentrl.base.causes import location, short
+from agentrl.base.scores import alike, negligible
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
+from agentrl.plugins import parts
 from agentrl.protocols import AdvantageEstimator
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Group
-from agentrl.scores import alike, negligible
 
 STD_EPS = 1e-4
 
@@ -96,7 +96,7 @@ def batch_advantages(
 
     Episodes that are unscored, or left out for an infrastructure or task failure, get None and count in no mean. A group is
     dropped, with the reason, when fewer than `min_group_size` episodes count, when a score is infinite, or when all its advantages
-    would be zero up to rounding (`agentrl.scores`): with a group baseline when all its scores are equal, with a batch baseline when all
+    would be zero up to rounding (`agentrl.base.scores`): with a group baseline if its scores are equal, with a batch baseline if all
     scores of the batch are.
 
     Args:

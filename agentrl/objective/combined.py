@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl import parts
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.objective import losses
 from agentrl.objective.aggregate import Segments, token_weights
 from agentrl.objective.corrections import importance_weights
 from agentrl.objective.kl import k3, kl_term
 from agentrl.objective.metrics import statistics
+from agentrl.plugins import parts
 from agentrl.protocols import Loss
-from agentrl.recipe import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,16 +10,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agentrl.base.scores import negligible
+from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
 from agentrl.objective.branches import Line, trained_once
 from agentrl.objective.credit import Rollout, branch_credit, penalized
 from agentrl.objective.staleness import staleness_weight
 from agentrl.objective.turns import turn_advantages
-from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
-from agentrl.sampling import Supports
-from agentrl.scores import negligible
+from agentrl.records.sampling import Supports
 
 _LARGEST = 3.4028234663852886e38  # largest float32, the dtype of the loss
 

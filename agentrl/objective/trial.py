@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agentrl.causes import location, short
+from agentrl.base.causes import location, short
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective.advantages import checked, estimator
 from agentrl.protocols import AdvantageEstimator
-from agentrl.recipe import ObjectiveConfig
 
 
 def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from agentrl.base.scores import alike
 from agentrl.objective.advantages import STD_EPS, sample_std
-from agentrl.scores import alike
 
 TurnRewards = Sequence[Sequence[float]]  # [trajectory][turn]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.files import write
+from agentrl.base.files import write
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.markup import render
 from agentrl.observe.tables import Table

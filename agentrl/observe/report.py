@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.files import write
+from agentrl.base.files import write
 from agentrl.observe import failures
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.drift import alarms

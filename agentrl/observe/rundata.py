@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from agentrl.base.foreign_files import content
 from agentrl.errors import StoreError
-from agentrl.foreign import content
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
 from agentrl.observe.taught import REQUIRED

@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl.files import append_lines, json_line, read_json_lines, whole_lines
-from agentrl.usercode import printable
+from agentrl.base.files import append_lines, json_line, read_json_lines, whole_lines
+from agentrl.base.user_code import printable
 
 FILE = "sessions.jsonl"
 _WHY = 2000  # characters

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from agentrl.estimates import student_t, wilson
+from agentrl.base.estimates import student_t, wilson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

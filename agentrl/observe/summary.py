@@ -7,9 +7,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl import files
+from agentrl.base import files
+from agentrl.base.foreign_files import content
 from agentrl.errors import StoreError
-from agentrl.foreign import content
 from agentrl.observe.sessions import Session
 from agentrl.observe.stats import Rate
 
@@ -65,7 +65,7 @@ class Summary(BaseModel):
     """Training tasks that were not given, because a suite has them or near twins; `withheld.jsonl` lists them."""
     judges: dict[str, float] = {}
     """What the judges of the run were asked and have cost, but for those with a ledger elsewhere: the fields of
-    `agentrl.reward.judges.Spent`, such as `calls`, `prompt_tokens` and `money`. Empty: none was asked."""
+    `agentrl.judge.Spent`, such as `calls`, `prompt_tokens` and `money`. Empty: none was asked."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
     delivered_share: float | None = Field(None, ge=0)

@@ -15,13 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
-from agentrl import parts, usercode
-from agentrl.causes import short
+from agentrl.base import user_code
+from agentrl.base.causes import short
+from agentrl.base.files import cut_torn_line
+from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError
-from agentrl.files import cut_torn_line
 from agentrl.observe.terminal import Progress, Terminal
+from agentrl.plugins import parts
 from agentrl.protocols import Interval, Tracker
-from agentrl.recipe import Recipe
 from agentrl.records import Group
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,9 @@ class RunTracker(Tracker):
             try:
                 tell(tracker)
             except BaseException as error:  # a library may raise SystemExit: rich does if the pipe has no reader
-                if usercode.interrupted(error):
+                if user_code.interrupted(error):
                     raise
-                usercode.report(f"tracker {type(tracker).__name__}", error)
+                user_code.report(f"tracker {type(tracker).__name__}", error)
 
 
 class MetricsFile(Tracker):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.base.scores import above, alike, reaches
 from agentrl.observe.rundata import listed
-from agentrl.scores import above, alike, reaches
 
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after

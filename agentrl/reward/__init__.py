@@ -2,7 +2,7 @@
 
 `agentrl.reward.rubric` combines several with weights, gates and caps; `agentrl.reward.worker` is a process for judging with code that may
 hang. `agentrl.reward.cleanroom` is the verifier of task folders; `inside/` holds the programs that it runs in sandboxes.
-`agentrl.reward.judges` are verifiers that ask a model.
+`agentrl.judge` are verifiers that ask a model.
 """
 
 from agentrl.reward.configured import Configured

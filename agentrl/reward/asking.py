@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl import usercode
-from agentrl.causes import location
+from agentrl.base import user_code
+from agentrl.base.causes import location
+from agentrl.base.outages import outage
 from agentrl.errors import InfrastructureError, PluginError, TaskError
-from agentrl.outages import outage
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Score, Task, Trajectory
 
@@ -56,9 +56,9 @@ def watched(task: Task) -> Task:
 
 def lacking(task: Task, error: BaseException, reader: str) -> TaskError | None:
     """What is wrong with a task that lacks what `reader` reads; None where something else went wrong."""
-    if (lack := usercode.cause(error, NotInTask)) is None:
+    if (lack := user_code.cause(error, NotInTask)) is None:
         return None
-    key = usercode.printable(repr(lack.args[0]), 80)
+    key = user_code.printable(repr(lack.args[0]), 80)
     return TaskError(
         f"task {task.id}: data has no {key}, which {reader} reads",
         fix="put it there: a task that was captured brings no truth of its own; or name a verifier that needs none",
@@ -73,34 +73,34 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
 
     Raises:
-        InfrastructureError: the verifier raised it, or reported an outage (`agentrl.outages`); the caller retries.
+        InfrastructureError: the verifier raised it, or reported an outage (`agentrl.base.outages`); the caller retries.
         Late: the outage is a server that did not answer in time, or a killed program of the verifier, which the episode may have caused.
     """
-    grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
-    since = usercode.cancellations()
+    grace_s = _CLOSING_S if needs_sandboxes(verifier) else user_code.GRACE_S
+    since = user_code.cancellations()
     try:
         seen = watched(task)
-        given = await usercode.call(lambda: _call(verifier, seen, episode, sandboxes), what=what, timeout_s=timeout_s, grace_s=grace_s)
+        given = await user_code.call(lambda: _call(verifier, seen, episode, sandboxes), what=what, timeout_s=timeout_s, grace_s=grace_s)
         return checked(given, [len(trajectory.turns) for trajectory in episode.trajectories], bounds=bounds_of(verifier))
-    except usercode.Overdue as error:
-        usercode.report(what, error, trace=False)
+    except user_code.Overdue as error:
+        user_code.report(what, error, trace=False)
         return Score(value=None, reason=f"verifier gave no score within {timeout_s:g} s", blame=Blame.POLICY)
     except NotAScore as error:
-        usercode.report(what, error, trace=False)
-        return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}", blame=Blame.POLICY)
+        user_code.report(what, error, trace=False)
+        return Score(value=None, reason=f"verifier gave {user_code.text_of(error, 500)}", blame=Blame.POLICY)
     except BaseException as error:  # user code may raise anything; the episode is then unscored
-        if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
+        if isinstance(error, KeyboardInterrupt | GeneratorExit) or user_code.cancellations() > since:
             raise
-        if (fault := usercode.cause(error, InfrastructureError)) is not None:
+        if (fault := user_code.cause(error, InfrastructureError)) is not None:
             raise fault from None
-        if (broken := usercode.cause(error, TaskError) or lacking(task, error, what)) is not None:
+        if (broken := user_code.cause(error, TaskError) or lacking(task, error, what)) is not None:
             log.warning("%s: %s", what, broken)
-            return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
+            return Score(value=None, reason=user_code.text_of(broken), blame=Blame.TASK)
         if (down := outage(error, said=said_in(episode))) is not None:
             kind = Late if down.late else InfrastructureError
             raise kind(f"{what} reported an outage: {down.text}") from error
-        usercode.report(what, error)
-        return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
+        user_code.report(what, error)
+        return Score(value=None, reason=f"verifier raised {user_code.describe(error, 2000)}", blame=Blame.POLICY)
 
 
 def said_in(episode: Episode) -> list[Any]:
@@ -169,10 +169,10 @@ def prepare(verifier: object, *, root: Path, folder: Path | None) -> None:
     try:
         ready(root=root, folder=folder)
     except (SystemExit, KeyboardInterrupt) as error:
-        if usercode.interrupted(error):
+        if user_code.interrupted(error):
             raise
         raise PluginError(
-            f"prepare() of verifier {type(verifier).__name__} raised {usercode.describe(error)} ({location(error)})",
+            f"prepare() of verifier {type(verifier).__name__} raised {user_code.describe(error)} ({location(error)})",
             fix="raise agentrl.errors.UserError there, with what to do",
         ) from error
 

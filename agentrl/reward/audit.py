@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from agentrl import usercode
+from agentrl.base import user_code
+from agentrl.base.scores import reaches
 from agentrl.records import Score, ScoredEpisode, Task
-from agentrl.scores import reaches
 
 AUDIT = "audit"
 HALF = 0.5  # an audit below this share of the reward contradicts it
@@ -40,4 +40,4 @@ def disagreement(task: Task, scored: ScoredEpisode, *, below: float) -> str:
     if value is None or audit is None or not reaches(value, below) or value <= 0 or reaches(audit, HALF * value):
         return ""
     about = "; ".join(line for line in scored.score.evidence.splitlines() if line.startswith("audit "))
-    return usercode.printable(f"the audit gives {audit:g} where the reward is {value:g}{about and ': '}{about}", _SAID)
+    return user_code.printable(f"the audit gives {audit:g} where the reward is {value:g}{about and ': '}{about}", _SAID)

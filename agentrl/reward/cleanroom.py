@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.contract.grading import Grading, Run, grading_of
-from agentrl.contract.outputs import overlay, plain_path, produce
 from agentrl.errors import TaskError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, ExecResult, Score, Task
+from agentrl.records.paths import plain_path
 from agentrl.reward.rewardfile import reward
+from agentrl.task.grading import Grading, Run, grading_of
+from agentrl.task.outputs import overlay, produce
 
 INSIDE = Path(__file__).parent / "inside"
 JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (

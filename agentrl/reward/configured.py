@@ -19,10 +19,11 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
+from agentrl.base.installation import install_command
+from agentrl.base.validation import describe
+from agentrl.config.section import Section
 from agentrl.errors import PluginError, TaskError
-from agentrl.installation import install_command
 from agentrl.records import Episode, Score, Task
-from agentrl.section import Section, describe
 
 LONGEST = 10_000
 """Characters of an answer that are looked at, unless a verifier says otherwise; a longer one is wrong."""

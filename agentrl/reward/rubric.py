@@ -20,14 +20,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from agentrl import usercode
+from agentrl.base import user_code
+from agentrl.base.scores import reaches
 from agentrl.errors import PluginError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
 from agentrl.reward.branches import with_branches
-from agentrl.scores import reaches
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
 """A verifier, or a reference to one."""
@@ -88,7 +88,7 @@ class Rubric:
     def timeout_s(self) -> float:
         """Seconds that the whole may take: one gate after the other, then the rest together."""
         rest = max((self._limit(name) for name in self._verifiers if name not in self._gates), default=0.0)
-        return sum(map(self._limit, self._gates)) + rest + usercode.GRACE_S
+        return sum(map(self._limit, self._gates)) + rest + user_code.GRACE_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """Prepares the parts that want it, such as judges. Raises `UserError` where one refuses to be used."""

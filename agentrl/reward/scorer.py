@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.asking import HARMLESS, Late, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
@@ -108,8 +108,8 @@ class TaskScorer:
                 return await self._judge_provoked(reference, task, episode)
             except InfrastructureError as error:
                 late = late and isinstance(error, Late)
-                log.warning("verifier %s on %s: %s", reference, episode.id, usercode.describe(error))
-                reason = f"verifier: {usercode.describe(error, 2000)}"
+                log.warning("verifier %s on %s: %s", reference, episode.id, user_code.describe(error))
+                reason = f"verifier: {user_code.describe(error, 2000)}"
             if attempt < self.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a part to restart
         if late and self.controls and await self._keeps_busy(reference, task, episode):

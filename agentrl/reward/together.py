@@ -12,13 +12,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from agentrl import usercode
-from agentrl.contract.together import WAITS as WAITS
-from agentrl.contract.together import GroupJudge
+from agentrl.base import user_code
+from agentrl.base.outages import outage
 from agentrl.errors import InfrastructureError, PluginError, TaskError
-from agentrl.fulfils import shortfalls
-from agentrl.outages import outage
-from agentrl.plugins import resolve
+from agentrl.plugins.protocol_checks import shortfalls
+from agentrl.plugins.references import resolve
+from agentrl.protocols.group_judge import WAITS as WAITS
+from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
 from agentrl.reward.asking import HARMLESS, NotAScore, bounds_of, checked, harmless, lacking, limit_of, said_in, watched
 from agentrl.reward.scorer import TaskScorer
@@ -82,8 +82,8 @@ class GroupScorer:
                 scores = await self._asked(task, episodes)
                 return scores if scores[0].blame is not Blame.POLICY else await self._provoked(task, episodes, scores)
             except InfrastructureError as error:
-                log.warning("group judge %s on %s: %s", self.name, task.id, usercode.describe(error))
-                reason = f"group judge: {usercode.describe(error, _REASON)}"
+                log.warning("group judge %s on %s: %s", self.name, task.id, user_code.describe(error))
+                reason = f"group judge: {user_code.describe(error, _REASON)}"
             if attempt < self.alone.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
@@ -117,28 +117,28 @@ class GroupScorer:
 
         Raises `InfrastructureError` of the judge, or for a server that it did not reach.
         """
-        what, since = f"group judge {self.name}", usercode.cancellations()
+        what, since = f"group judge {self.name}", user_code.cancellations()
         try:
             limit = limit_of(self.judge, self.alone.timeout_s)
             seen = watched(task)
-            given = await usercode.call(lambda: self.judge(seen, tuple(episodes)), what=what, timeout_s=limit)
+            given = await user_code.call(lambda: self.judge(seen, tuple(episodes)), what=what, timeout_s=limit)
             return self._checked(given, episodes)
-        except usercode.Overdue as error:
-            usercode.report(what, error, trace=False)
+        except user_code.Overdue as error:
+            user_code.report(what, error, trace=False)
             reason, blame = f"group judge gave no scores within {limit:g} s", Blame.POLICY
         except NotAScore as error:
-            usercode.report(what, error, trace=False)
-            reason, blame = f"group judge gave {usercode.text_of(error, 500)}", Blame.POLICY
+            user_code.report(what, error, trace=False)
+            reason, blame = f"group judge gave {user_code.text_of(error, 500)}", Blame.POLICY
         except BaseException as error:  # user code may raise anything; the episodes are then unscored
-            if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
+            if isinstance(error, KeyboardInterrupt | GeneratorExit) or user_code.cancellations() > since:
                 raise
-            if (fault := usercode.cause(error, InfrastructureError)) is not None:
+            if (fault := user_code.cause(error, InfrastructureError)) is not None:
                 raise fault from None
-            broken = usercode.cause(error, TaskError) or lacking(task, error, what)
+            broken = user_code.cause(error, TaskError) or lacking(task, error, what)
             if broken is None and (down := outage(error, said=[said for one in episodes for said in said_in(one)])) is not None:
                 raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
-            usercode.report(what, error, trace=broken is None)
-            reason = f"group judge raised {usercode.describe(broken or error, _REASON)}"
+            user_code.report(what, error, trace=broken is None)
+            reason = f"group judge raised {user_code.describe(broken or error, _REASON)}"
             blame = Blame.TASK if broken is not None else Blame.POLICY
         return [Score(value=None, reason=reason, blame=blame)] * len(episodes)
 

@@ -28,9 +28,9 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from agentrl.base.secrets import without_secrets
 from agentrl.errors import InfrastructureError, TaskError
-from agentrl.plugins import resolve
-from agentrl.secrets import without_secrets
+from agentrl.plugins.references import resolve
 
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.protocols import ElsewhereRequest, EpisodeMemory, LiveTrajectory, Sandbox, ToolSource
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import ExecResult, Failure, Message, Parent, Task
 from agentrl.rollout.workplace import Workplace
 

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from agentrl import usercode
-from agentrl.causes import leaves
-from agentrl.contract.outputs import Collected, collect, select
+from agentrl.base import user_code
+from agentrl.base.causes import leaves
 from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout.faults import fault
 from agentrl.rollout.life import EpisodeLife, OnTurn
 from agentrl.rollout.pace import OutOfTime, Pace
 from agentrl.rollout.remembering import memory_of
 from agentrl.rollout.requests import WALL
 from agentrl.rollout.workplace import contents
-from agentrl.sampling import Sampling
+from agentrl.task.outputs import Collected, collect, select
 
 Hosted = Callable[[str, str], AbstractContextManager[object]]
 """Around the requests of an episode, by its id and its task's key: whoever spreads them over several servers hears of its end."""
@@ -107,7 +107,7 @@ class EpisodeRunner:
     async def _attempt(self, life: EpisodeLife) -> tuple[str, Collected, tuple[Failure, ...]]:
         """The agent's turns and the outputs, within the episode's time: stop reason, outputs, and what was broken."""
         limit_s = life.task.limits.wall_s
-        nothing, since = Collected(files={}), usercode.cancellations()
+        nothing, since = Collected(files={}), user_code.cancellations()
         wall = asyncio.timeout(max(0.0, limit_s - life.spent_s))
         try:
             async with wall:
@@ -119,15 +119,15 @@ class EpisodeRunner:
             life.stage = "collect"
             return stop_reason, *await _collect(life)
         except BaseException as error:
-            usercode.let_go(error, since)
+            user_code.let_go(error, since)
             if wall.expired() or all(isinstance(one, OutOfTime) for one in leaves(error)):
                 return _out_of_time(life)
             return "failed", nothing, (fault(error, stage=life.stage, turn=life.turn_count),)
 
     async def _act(self, life: EpisodeLife, limit_s: float) -> str:
         """What the agent gives: somebody's code, which may mind no cancellation. The wall is its bound, and the earlier one of both."""
-        grace_s = life.task.limits.tool_timeout_s + usercode.GRACE_S  # an agent closes its tools
-        return await usercode.call(
+        grace_s = life.task.limits.tool_timeout_s + user_code.GRACE_S  # an agent closes its tools
+        return await user_code.call(
             lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s, within=life.requests.stalls
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, SandboxError, ServingError, TaskError, UserError
 from agentrl.records import Blame, Failure
 
@@ -20,13 +20,13 @@ def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failu
     Args:
         stage: what was going on, for an error that does not tell by itself.
     """
-    if (found := usercode.cause(error, TaskError, PluginError)) is not None:
+    if (found := user_code.cause(error, TaskError, PluginError)) is not None:
         return task_fault(found, turn=turn)
-    if (said := usercode.cause(error, PolicyFault)) is not None and usercode.cause(error, InfrastructureError) is None:
+    if (said := user_code.cause(error, PolicyFault)) is not None and user_code.cause(error, InfrastructureError) is None:
         return Failure(stage=stage, blame=Blame.POLICY, kind="not_taken", message=_message(said), turn=turn)
-    known = usercode.cause(error, InfrastructureError)
+    known = user_code.cause(error, InfrastructureError)
     if known is None:
-        usercode.report(f"episode ({stage})", error)
+        user_code.report(f"episode ({stage})", error)
     elif isinstance(known, SandboxError | ServingError):
         stage = "sandbox" if isinstance(known, SandboxError) else "generate"
     error = known or error
@@ -42,4 +42,4 @@ def _kind(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    return usercode.text_of(error) if isinstance(error, UserError | InfrastructureError | PolicyFault) else usercode.describe(error, 2000)
+    return user_code.text_of(error) if isinstance(error, UserError | InfrastructureError | PolicyFault) else user_code.describe(error, 2000)

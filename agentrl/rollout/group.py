@@ -17,10 +17,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from agentrl import usercode
-from agentrl.contract.together import WAITS
+from agentrl.base import user_code
+from agentrl.config.recipe import BranchingConfig
 from agentrl.protocols import EpisodeKeeper, MemoryView
-from agentrl.recipe import BranchingConfig
+from agentrl.protocols.group_judge import WAITS
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import fault, infrastructure_fault
@@ -159,11 +159,11 @@ class GroupRunner:
 
     async def _judged(self, judge: GroupScorer, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
         """The attempts with the scores that they are given together. A judge that fails leaves them unscored."""
-        since = usercode.cancellations()
+        since = user_code.cancellations()
         try:
             scores = await judge.together(task, scored)
         except BaseException as error:
-            usercode.let_go(error, since)
+            user_code.let_go(error, since)
             why = fault(error, stage="score")
             scores = [
                 one.score if one.episode.left_out else Score(value=None, reason=f"group judge: {why.message}"[:2000]) for one in scored
@@ -247,7 +247,7 @@ class GroupRunner:
     ) -> tuple[Episode, Score | None]:
         """One attempt and its score; None when a fault, which is the last of the episode's failures, leaves it out."""
         episode = _nothing(episode_id, task.id, task.key, attempt)
-        stage, since = "episode", usercode.cancellations()
+        stage, since = "episode", user_code.cancellations()
         try:
             memory = None if self.memory is None else self.memory(task, None if place is None else place.group)
             async with self.slots:
@@ -269,7 +269,7 @@ class GroupRunner:
                 return episode, score
             failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
         except BaseException as error:
-            usercode.let_go(error, since)
+            user_code.let_go(error, since)
             failure = fault(error, stage=stage)
         return replace(episode, failures=(*episode.failures, failure)), None
 
@@ -282,7 +282,7 @@ class GroupRunner:
 
     async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, place: Place) -> ScoredEpisode:
         """One attempt, begun or continued. A branch waits for its stem without taking a slot, so stems never wait for branches."""
-        fork, since = member.stem_of, usercode.cancellations()
+        fork, since = member.stem_of, user_code.cancellations()
         try:
             if isinstance(found, ScoredEpisode):
                 waits = self.together is None and found.score.reason == WAITS  # and nobody will judge its group any more
@@ -295,7 +295,7 @@ class GroupRunner:
             scorer, alone = (self.score, True) if self.together is None else (self.together.first, False)
             scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, place=place)
         except BaseException as error:
-            usercode.let_go(error, since)
+            user_code.let_go(error, since)
             failure = fault(error, stage="group")
             scored = _unscored(replace(_nothing(f"{member.name}-a0", task.id, task.key), failures=(failure,)), failure)
         finally:
@@ -379,12 +379,12 @@ def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:
 @contextlib.contextmanager
 def _safety_net() -> Iterator[None]:
     """Around a keeper: what it cannot keep or find is said, and costs no episode."""
-    since = usercode.cancellations()
+    since = user_code.cancellations()
     try:
         yield
     except BaseException as error:
-        usercode.let_go(error, since)
-        usercode.report("keeping a running episode", error)
+        user_code.let_go(error, since)
+        user_code.report("keeping a running episode", error)
 
 
 def _first(errors: ExceptionGroup[_BrokenTask]) -> _BrokenTask:

@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
-from agentrl.limits import Thinking
-from agentrl.memo import Memo
 from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
     Cancelled,
@@ -27,12 +25,14 @@ from agentrl.records import (
     Turn,
     check_tree,
 )
+from agentrl.records.limits import Thinking
+from agentrl.records.memo import Memo
+from agentrl.records.sampling import Sampling
 from agentrl.rollout.apart import Apart, set_apart
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
 from agentrl.rollout.requests import WALL, Elsewhere, Requests, now
 from agentrl.rollout.thinking import bound_of, sampled
 from agentrl.rollout.workplace import Workplace
-from agentrl.sampling import Sampling
 
 log = logging.getLogger(__name__)
 

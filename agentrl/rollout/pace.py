@@ -57,7 +57,7 @@ def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: f
         program_s: seconds in programs that the agent called.
         sampled_s: seconds in requests; for a slow one (`SLOW`), the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
-        stalled_s: seconds for which the driver's event loop stood still (`agentrl.lag.Stalls`).
+        stalled_s: seconds for which the driver's event loop stood still (`agentrl.base.loop_lag.Stalls`).
     """
     if max(lost_s, stalled_s) > LOST * limit_s:
         return Blame.INFRASTRUCTURE

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl.contract.together import WAITS
+from agentrl.base.scores import alike
+from agentrl.protocols.group_judge import WAITS
 from agentrl.records import Cancelled, ScoredEpisode
 from agentrl.rollout.life import EpisodeLife
-from agentrl.scores import alike
 
 SPARE, EQUAL = "spare", "equal"
 """`Cancelled.reason`: as many attempts as the group needs had ended; the first ones had all scored the same."""

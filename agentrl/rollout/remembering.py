@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agentrl.memo import Memo
 from agentrl.protocols import EpisodeMemory, MemoryView
 from agentrl.records import EpisodeState
+from agentrl.records.memo import Memo
 
 
 class Forgotten:

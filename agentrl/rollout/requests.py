@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from agentrl.base.loop_lag import Stalls
 from agentrl.errors import ServingError
-from agentrl.lag import Stalls
 from agentrl.protocols import Policy
 from agentrl.records import CUT, Blame, Completion, Failure, SamplingParams
 from agentrl.rollout.faults import infrastructure_fault

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from agentrl.errors import TaskError
-from agentrl.limits import Thinking
 from agentrl.records import CUT, Completion, Task, VersionSpan
+from agentrl.records.limits import Thinking
+from agentrl.records.sampling import Supports
 from agentrl.rollout.pace import OutOfTime
-from agentrl.sampling import Supports
 
 ANSWER = ".answer"
 """In the id of the request for what comes after the bound."""

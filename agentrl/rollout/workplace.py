@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
 from agentrl.protocols import Sandbox
 from agentrl.records import MAX_SNAPSHOT_BYTES, Task
@@ -94,13 +94,13 @@ class Workplace:
             await self._end(self._sandbox)
 
     async def _end(self, sandbox: Sandbox) -> None:
-        started, since = time.monotonic(), usercode.cancellations()
+        started, since = time.monotonic(), user_code.cancellations()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await sandbox.close()
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report("closing a sandbox", error)
+            user_code.let_go(error, since)
+            user_code.report("closing a sandbox", error)
         self._closed = True
         self._life.sandbox_s += time.monotonic() - started
 

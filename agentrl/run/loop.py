@@ -15,24 +15,24 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from agentrl.causes import first, short
+from agentrl.base.causes import first, short
+from agentrl.config.recipe import Recipe
 from agentrl.errors import SwapError
+from agentrl.evaluation.held_out import evaluated_once
 from agentrl.failure.digest import write_digest
+from agentrl.gate.judgement import concluded, first_to_serve, result, serve_result
+from agentrl.gate.schedule import judging
 from agentrl.observe import Summary, sessions, write_report
-from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
-from agentrl.run import measure
-from agentrl.run.ending import kept_going, stopped
-from agentrl.run.folder import Start
-from agentrl.run.gate import concluded, first_to_serve, result, serve_result
-from agentrl.run.held_out import evaluated_once
-from agentrl.run.judging import judging
-from agentrl.run.models import export_model
-from agentrl.run.opening import Run, opened
-from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_step
 from agentrl.run.supervise import watch_answers, watch_daemon, watch_learner
 from agentrl.run.versions import fall_back, finish_serving, finish_step, record_missing, retracted
+from agentrl.session import measure
+from agentrl.session.ending import kept_going, stopped
+from agentrl.session.folder import Start
+from agentrl.session.models import export_model
+from agentrl.session.opening import Run, opened
+from agentrl.session.preflight import Checked
 
 _POLL_S = 0.05
 
@@ -40,8 +40,8 @@ _POLL_S = 0.05
 async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> Summary:
     """Runs a recipe from evaluation to evaluation and returns its summary; goes on where the run in `start.folder` ended, if one did.
 
-    The caller holds the run folder (`agentrl.run.folder.claimed`) and has looked at everything that is cheap to look at
-    (`agentrl.run.preflight.check`). Raises `UserError` before anything is started when the recipe cannot run here,
+    The caller holds the run folder (`agentrl.session.folder.claimed`) and has looked at everything that is cheap to look at
+    (`agentrl.session.preflight.check`). Raises `UserError` before anything is started when the recipe cannot run here,
     and `InfrastructureError` when a part fails for good; whatever was finished until then is kept.
     """
     starts = len(sessions.read(start.folder))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from itertools import islice
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import StoreError, UserError
+from agentrl.memory.run_memory import keep_answers
 from agentrl.records import Group, Task
 from agentrl.rollout import fault, left_out_group, task_fault
-from agentrl.run.memory import keep_answers
-from agentrl.run.opening import Run
-from agentrl.run.transcript import append, transcript
+from agentrl.session.opening import Run
+from agentrl.session.transcript import append, transcript
 
 
 async def make_step(run: Run, step: int) -> None:
@@ -76,7 +76,7 @@ async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]
         task = run.taught.task(index)
     except Exception as error:  # a family may raise anything (see make_task); the task is a pure function of the index, so it always will
         if not isinstance(error, UserError):
-            usercode.report(f"task of group {index}", error)
+            user_code.report(f"task of group {index}", error)
         return left_out_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
     if (fault := run.quarantine.known(task.key)) is not None:
         return left_out_group(index, task.id, task.key, fault, size=size), task

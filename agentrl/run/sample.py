@@ -13,27 +13,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.compare.compute import Attempt, against_compute, pass_at
+from agentrl.base.files import append_lines, json_line, write
+from agentrl.base.scores import reaches
+from agentrl.config.recipe import Recipe, RolloutConfig
 from agentrl.errors import UserError
+from agentrl.evaluation.compute import Attempt, against_compute, pass_at
+from agentrl.evaluation.evaluate import PASSED, Evaluation
 from agentrl.experience import StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest
-from agentrl.files import append_lines, json_line, write
 from agentrl.observe.formats import duration
 from agentrl.observe.left_out import add, reasons
 from agentrl.observe.stats import Rate
-from agentrl.recipe import Recipe, RolloutConfig
 from agentrl.records import Group, Split, Task
-from agentrl.run import measure
-from agentrl.run.ending import kept_going
-from agentrl.run.evaluate import PASSED, Evaluation
-from agentrl.run.folder import Start
-from agentrl.run.opening import Run, opened
-from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_group
 from agentrl.run.supervise import watch_daemon
-from agentrl.run.transcript import transcript
-from agentrl.scores import reaches
+from agentrl.session import measure
+from agentrl.session.ending import kept_going
+from agentrl.session.folder import Start
+from agentrl.session.opening import Run, opened
+from agentrl.session.preflight import Checked
+from agentrl.session.transcript import transcript
 
 FILE = "sample.json"
 """Of a run folder: how many groups were asked for, and what came of them."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from agentrl import liveness
+from agentrl.base import liveness
+from agentrl.base.liveness import Liveness, Restarts
 from agentrl.errors import LearnerError, LearnerHalted
-from agentrl.liveness import Liveness, Restarts
-from agentrl.run.opening import Run
 from agentrl.sandbox import engine
+from agentrl.session.opening import Run
 
 _RESTARTS = 3  # in a row
 _PING_S = 5.0  # between two pings of the daemon

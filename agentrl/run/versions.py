@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
-from agentrl.lag import DRIVER
+from agentrl.base.loop_lag import DRIVER
+from agentrl.evaluation.held_out import evaluated_once
+from agentrl.memory import run_memory
 from agentrl.records import Group, PolicyVersion, SwapReport
-from agentrl.run import measure, memory
-from agentrl.run.held_out import evaluated_once
-from agentrl.run.opening import Run
-from agentrl.run.pacing import keep
 from agentrl.serving.served import to_serve
+from agentrl.session import measure
+from agentrl.session.opening import Run
+from agentrl.session.pacing import keep
 
 
 def retracted(run: Run) -> bool:
@@ -68,7 +69,7 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
     if wall_s is not None:
         run.last_step_at = now
         metrics |= DRIVER.figures()
-    return metrics | memory.figures(groups) | run.faults.figures() | run.faults.suspects() | run.served.figures()
+    return metrics | run_memory.figures(groups) | run.faults.figures() | run.faults.suspects() | run.served.figures()
 
 
 def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:

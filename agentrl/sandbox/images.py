@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl import toml
+from agentrl.base import toml
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.sandbox import build_context, builds, cancellation
 from agentrl.sandbox.build_context import BuildContext

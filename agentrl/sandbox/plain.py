@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.errors import SandboxError
 from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.pool import PoolableSandbox
 

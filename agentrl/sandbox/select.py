@@ -7,10 +7,10 @@ import logging
 import sys
 from pathlib import Path
 
-from agentrl import parts
+from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
+from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend
-from agentrl.recipe import SandboxConfig
 from agentrl.sandbox import bubblewrap, engine, images, reaper
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.bubblewrap import BubblewrapBackend

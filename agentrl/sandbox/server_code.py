@@ -14,8 +14,8 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
+from agentrl.base.files import replacing
 from agentrl.errors import SandboxError
-from agentrl.files import replacing
 from agentrl.protocols import Sandbox
 from agentrl.sandbox import inside
 from agentrl.sandbox.images import Image

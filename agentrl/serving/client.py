@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.errors import ServingError
 from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
-from agentrl.sampling import MAX_SUPPORT, TIES, Sampling, Supports
+from agentrl.records.sampling import MAX_SUPPORT, TIES, Sampling, Supports
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import VLLMServer
 from agentrl.serving.weights import WeightsInService

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
-from agentrl.recipe import JudgeServerConfig
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.probe import FILE, disagreement_of_judge, read_probe
 from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command

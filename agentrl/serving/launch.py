@@ -15,7 +15,7 @@ import os
 import runpy
 import sys
 
-from agentrl.processes import die_with_parent, imports_kept
+from agentrl.base.processes import die_with_parent, imports_kept
 from agentrl.serving import access
 
 _SERVER = "vllm.entrypoints.openai.api_server"

@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec
 from agentrl.errors import ServingError, SwapError
-from agentrl.records import Probe
-from agentrl.sampling import TIES, Sampling
+from agentrl.records import Probe, codec
+from agentrl.records.sampling import TIES, Sampling
 from agentrl.serving.client import alternatives, distribution, in_support
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import FIRST, VLLMServer

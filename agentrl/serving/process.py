@@ -19,13 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.causes import in_log
+from agentrl.base.causes import in_log
+from agentrl.base.files import tail
+from agentrl.base.liveness import Liveness
+from agentrl.base.processes import openmp
+from agentrl.base.run_lock import hold_part
+from agentrl.base.secrets import without_secrets
 from agentrl.errors import DiskFull, ServingError, UserError
-from agentrl.files import tail
-from agentrl.liveness import Liveness
-from agentrl.processes import openmp
-from agentrl.runlock import hold_part
-from agentrl.secrets import without_secrets
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import ServerDied, ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
-from agentrl.recipe import Recipe
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
 from agentrl.serving.routing import Routing
 from agentrl.serving.served import ServedPolicy, ServerLost, mark_serving, to_serve

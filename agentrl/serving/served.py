@@ -10,17 +10,17 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl import parts
+from agentrl.base.liveness import Restarts
+from agentrl.config.recipe import Recipe, ServingConfig
 from agentrl.errors import RequestRefused, ServerDied, ServingError, StoreError, SwapError
-from agentrl.liveness import Restarts
+from agentrl.plugins import parts
 from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
-from agentrl.recipe import Recipe, ServingConfig
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
 from agentrl.serving.probe import FILE, disagreement, read_probe
 from agentrl.serving.server import log_name, title
-from agentrl.weights import deltas
-from agentrl.weights.announcement import announce, withdraw
+from agentrl.version import deltas
+from agentrl.version.announcement import announce, withdraw
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ import json
 import time
 from pathlib import Path
 
+from agentrl.base.installation import install_command
+from agentrl.config.recipe import Recipe
 from agentrl.errors import ServingError, UserError
-from agentrl.installation import install_command
-from agentrl.recipe import Recipe
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
 from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command, threads_or_all
 from agentrl.serving.weights import WeightsInService
-from agentrl.weights.model_folder import check_model_files
+from agentrl.version.model_folder import check_model_files
 
 FIRST = -(1 << 62)
 """Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""

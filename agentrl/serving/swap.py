@@ -9,12 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from agentrl.base.files import sha256_file
 from agentrl.errors import ServingError, SwapError
-from agentrl.files import sha256_file
 from agentrl.records import ADAPTER, PolicyVersion, Probe, SwapReport
 from agentrl.serving.probe import disagreement
 from agentrl.serving.server import VLLMServer
-from agentrl.weights import deltas
+from agentrl.version import deltas
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The file weight channel's end inside vLLM: maps a version's safetensors files and loads them in place.
 
-A delta (`agentrl.weights.deltas`) is applied to a copy of its parent's file that is kept here, and the result must have the
+A delta (`agentrl.version.deltas`) is applied to a copy of its parent's file that is kept here, and the result must have the
 published checksum.
 
 This works wherever server and learner share a file system, on CPU and GPU. A version is checked completely before the first
@@ -26,9 +26,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from agentrl.records import ADAPTER
-from agentrl.weights import deltas
-from agentrl.weights.adapters import Adapter, read_adapter, tensors_of
-from agentrl.weights.files import WeightCopy, check_same_shapes, tensor_shapes, weight_paths
+from agentrl.version import deltas
+from agentrl.version.adapters import Adapter, read_adapter, tensors_of
+from agentrl.version.weight_files import WeightCopy, check_same_shapes, tensor_shapes, weight_paths
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agentrl.base.scores import above, reaches
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Sample
-from agentrl.scores import above, reaches
 
 IGNORED = -100  # the label that losses skip
 
@@ -28,14 +28,6 @@ class Preference:
     rejected_ids: tuple[int, ...]
     rejected_mask: tuple[bool, ...]
     margin: float  # difference of the scores, above 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextPreference:
-    """What a reward model is shown of a right and of a wrong answer to one task."""
-
-    chosen: str
-    rejected: str
 
 
 def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task: int = 1) -> list[dict[str, list[int]]]:

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import commit_folder, part_folder
 from agentrl.errors import UserError
-from agentrl.files import commit_folder, part_folder
-from agentrl.reward.judges import reward_record
-from agentrl.reward.judges.showing import Shown
-from agentrl.supervised.select import Preference, TextPreference
+from agentrl.judge import reward_record
+from agentrl.judge.labels import TextPreference
+from agentrl.judge.showing import Shown
+from agentrl.supervised.select import Preference
 
 _SCALED_ON = 256  # pairs, by which the scale of a reward model's numbers is found
 _NOT_COPIED = (
@@ -84,7 +85,7 @@ def reward_model(
     """Trains a model that gives a whole episode one number, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
 
     Writes a folder for `AutoModelForSequenceClassification`, with a record of what the model reads and what its numbers mean
-    (`agentrl.reward.judges.reward_record`), and returns the last loss. Raises `UserError` where it has not learned to tell the pairs apart.
+    (`agentrl.judge.reward_record`), and returns the last loss. Raises `UserError` where it has not learned to tell the pairs apart.
 
     Args:
         shows: what the texts of `TextPreference` are made of.

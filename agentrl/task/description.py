@@ -1,7 +1,7 @@
 """The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours; any other key is refused.
 
 version = "1.0"
-outputs = ["report.json"]         # ours: the files that are judged, as patterns of agentrl.contract.outputs
+outputs = ["report.json"]         # ours: the files that are judged, as patterns of agentrl.task.outputs
 [metadata]                        # free; `category` is the kind by which evaluations are split
 [agent]                           # what an episode may spend
 [environment]                     # its sandbox
@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from agentrl import destinations, toml
-from agentrl.contract.grading import MAX_TEST_SECONDS, Mode, Run
-from agentrl.contract.outputs import WHOLE, wrong_pattern
-from agentrl.records import Limits, SandboxSpec, Split
+from agentrl.base import toml
+from agentrl.records import Limits, SandboxSpec, Split, destinations
+from agentrl.records.paths import wrong_pattern
 from agentrl.task import harbor
+from agentrl.task.grading import MAX_TEST_SECONDS, Mode, Run
+from agentrl.task.outputs import WHOLE
 
 M = TypeVar("M", bound=BaseModel)
 

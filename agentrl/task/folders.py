@@ -24,13 +24,14 @@ from typing import ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from agentrl.contract.grading import KEY, Grading, Mode, Run, pack
-from agentrl.contract.outputs import WHOLE, is_exact, plain_path
 from agentrl.errors import TaskError, UserError
-from agentrl.fields import text
 from agentrl.records import Message, Split, Task
+from agentrl.records.fields import text
+from agentrl.records.paths import plain_path
 from agentrl.task import harbor
 from agentrl.task.description import Description, M, Runs, parse
+from agentrl.task.grading import KEY, Grading, Mode, Run, pack
+from agentrl.task.outputs import WHOLE, is_exact
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from agentrl import secrets
+from agentrl.base import secrets
+from agentrl.base.user_code import describe, interrupted
+from agentrl.config.recipe import TasksConfig
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import TaskFamily, VariedFamily
-from agentrl.recipe import TasksConfig
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
-from agentrl.usercode import describe, interrupted
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:

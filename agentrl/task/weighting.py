@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from agentrl import codec
-from agentrl.records import Group, Task
-from agentrl.scores import above
-from agentrl.sections.tasks import WeightingConfig
+from agentrl.base.scores import above
+from agentrl.config.tasks import WeightingConfig
+from agentrl.records import Group, Task, codec
 
 MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
 
@@ -25,7 +24,7 @@ MOST_KIND = 200  # characters of a kind's name that are kept: a family may name 
 class Taught:
     """What one group of a task of the family was worth to the learner."""
 
-    __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.codec
+    __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.records.codec
 
     group: int
     task: str
@@ -69,7 +68,7 @@ class Taught:
 
     @classmethod
     def read(cls, line: bytes) -> Taught | None:
-        """Of a line that `agentrl.codec` wrote; None for what is none, and for one with scores that are not finite."""
+        """Of a line that `agentrl.records.codec` wrote; None for what is none, and for one with scores that are not finite."""
         try:
             return codec.from_json(cls, line)
         except ValueError:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from agentrl.records import Completion, SamplingParams, VersionSpan
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 _TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"

@@ -29,13 +29,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl import codec
+from agentrl.base.files import sha256_file, sync, write
+from agentrl.base.foreign_files import content
 from agentrl.errors import StoreError
-from agentrl.files import sha256_file, sync, write
-from agentrl.foreign import content
-from agentrl.records import ADAPTER, PolicyVersion, VersionState
-from agentrl.version import rollback
-from agentrl.weights import deltas
+from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
+from agentrl.version import deltas, rollback
 
 _RECORD = "version.json"
 _HELD = "held"

@@ -12,13 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl import codec
+from agentrl.base.files import write
+from agentrl.base.foreign_files import content
 from agentrl.errors import StoreError
-from agentrl.fields import Record, Text
-from agentrl.files import write
-from agentrl.foreign import content
 from agentrl.protocols import VersionRegistry
-from agentrl.records import VersionState
+from agentrl.records import VersionState, codec
+from agentrl.records.fields import Record, Text
 
 _LARGEST = 1 << 20  # bytes
 FILE = "rollback.json"

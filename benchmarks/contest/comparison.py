@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import write
 from agentrl.errors import UserError
-from agentrl.files import write
 from benchmarks.contest.outcome import Outcome, Point
 
 LEAST_ROUNDS = 3

@@ -15,15 +15,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl import usercode
 from agentrl.agent import ChatFormat, Tool, Toolbox, TurnLoop, call_tool, load_tools
+from agentrl.base import user_code
+from agentrl.config import Recipe
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend, TaskFamily
-from agentrl.recipe import Recipe
 from agentrl.records import Completion, Episode, SamplingParams, Task, Trajectory, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.sandbox.select import open_sandboxes
 from agentrl.task import GroupSchedule, sandbox_specs
 
@@ -171,7 +171,7 @@ class _Environment:
         try:
             shown = self.host.run(self._called(self._task, self._tools[name], arguments))
         except InfrastructureError as error:  # TRL would tell the model, and score the episode
-            usercode.report(f"tool {name}", error)
+            user_code.report(f"tool {name}", error)
             self._fault = error
             return self.ending
         finally:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import write
 from agentrl.errors import UserError
-from agentrl.files import write
 from benchmarks import stored
 from benchmarks.contest.comparison import Comparison, published
 from benchmarks.contest.outcome import PARTS, Outcome, Point

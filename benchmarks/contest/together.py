@@ -16,8 +16,8 @@ from typing import Any
 
 from agentrl.agent import TurnLoop
 from agentrl.records import Completion, SamplingParams, ScoredEpisode, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from benchmarks.contest.environment import Host
 
 _NEVER_S = 3600.0  # a generation of a large batch takes as long as it takes

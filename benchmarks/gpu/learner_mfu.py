@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
+from agentrl.config import ObjectiveConfig
 from agentrl.learner import kernels
 from agentrl.learner.forest_attention import register
 from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.packing import MicroBatch, micro_batch
 from agentrl.objective.combined import TrainedTokens, policy_loss
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Sample
 
 SIZES = {  # hidden, layers, heads, key heads, head width, mlp, vocabulary: as in the published Qwen3 configurations

@@ -23,10 +23,10 @@ from typing import Any
 
 from agentrl.agent import ChatFormat, TurnLoop, tool
 from agentrl.agent.typed import typed
-from agentrl.processes import rare_collections
+from agentrl.base.processes import rare_collections
 from agentrl.records import Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.serving import TokenClient
 from agentrl.serving.weights import WeightsInService
 from agentrl.testing import ScriptedSandboxes
@@ -143,7 +143,7 @@ class Timed:
 async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
     """So many episodes at once, begun one after the other over `ramp` seconds; turns count that end in the `window` seconds after.
 
-    As in a run, full garbage collections are rare (`agentrl.processes.rare_collections`): one is timed after the window.
+    As in a run, full garbage collections are rare (`agentrl.base.processes.rare_collections`): one is timed after the window.
     """
     async with rare_collections():
         return await _crowd(url, script, given)

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.config import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.recipe import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import Completion, Limits, Message, Parent, SamplingParams, SandboxSpec, Score, Split, Task, ToolCall
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.serving import TokenClient, VLLMServer
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing

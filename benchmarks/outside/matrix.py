@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.files import write
+from agentrl.base.files import write
 from benchmarks import stored
 from benchmarks.outside.program import COLUMNS, Program, Way
 from benchmarks.outside.session import Exchange

@@ -18,8 +18,8 @@ from agentrl.gateway.session import Session
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Completion, Episode, ExecResult, Group, Limits, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records.sampling import Sampling, SamplingParams
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling, SamplingParams
 from agentrl.sandbox import BubblewrapBackend
 from agentrl.testing import ReadingPolicy, byte_tokenizer
 from benchmarks.outside.program import PROMPT, PROTOCOLS, ROOT, Program, Says, Way

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
-from agentrl.records import Blame, EpisodeState, Task
+from agentrl.config.rollout import DelegationConfig
+from agentrl.records import Blame, EpisodeState, Task, codec
 from agentrl.rollout import Capture
-from agentrl.sections.rollout import DelegationConfig
 from tests.agent.trees import PRINT, asked, call, delegate, make_runner, outputs, shown, tree_task
 from tests.episodes import task, tokenizer
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent.compaction import HEAD
-from agentrl.records import Episode, EpisodeState, Parent, Task
+from agentrl.config.rollout import CompactionConfig, DelegationConfig
+from agentrl.records import Episode, EpisodeState, Parent, Task, codec
 from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, said, shown, tree_task

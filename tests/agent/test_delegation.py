@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import tool
 from agentrl.agent.tools import ToolOutcome
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import RecipeError, ServingError
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import EpisodeState, Parent, Task
+from agentrl.records import EpisodeState, Parent, Task, codec
 from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.run.preflight import check_delegation
-from agentrl.sections.rollout import DelegationConfig
+from agentrl.session.preflight import check_delegation
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, call, contexts, delegate, make_runner, outputs, shown, tree_task

@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent.tools import ToolOutcome
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import RecipeError, SandboxError
 from agentrl.protocols import LiveEpisode
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task
+from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task, codec
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.sandbox import WarmPool, select_backend
 from agentrl.sandbox.plain import Poolable
-from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task

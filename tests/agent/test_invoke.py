@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import ToolOutcome, invoke, load_tools
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.tools import Tool, function_schema
 from agentrl.errors import InfrastructureError, PluginError, SandboxError, TaskError, ToolUnavailable
 from agentrl.protocols import Sandbox
-from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task
+from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task, codec
 from agentrl.rollout import Capture
 from agentrl.rollout.life import MAX_TOOL_FAILURES
 from agentrl.sandbox import select_backend

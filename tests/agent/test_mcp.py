@@ -30,10 +30,10 @@ from agentrl.agent.mcp.places import SESSION, Events
 from agentrl.agent.mcp.servers import Connection, RunTools, Server
 from agentrl.agent.provoked import Caller, CallRecord
 from agentrl.agent.tools import Bounds
+from agentrl.config.tools import MCPConfig
 from agentrl.errors import InfrastructureError, TaskError, ToolUnavailable
 from agentrl.records import Blame, Limits, SandboxSpec
 from agentrl.sandbox import select_backend
-from agentrl.sections.tools import MCPConfig
 from tests.agent.hostile_mcp import COUNT, ECHO, LISTS
 
 HOSTILE = Path(__file__).with_name("hostile_mcp.py")

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import load_tools, tool
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.memory import SCHEMAS
 from agentrl.agent.tools import Bounds
+from agentrl.config.rollout import DelegationConfig
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
-from agentrl.memo import Memo
 from agentrl.memory import NoteStore, View, Written
-from agentrl.records import EpisodeState, Task
+from agentrl.records import EpisodeState, Task, codec
+from agentrl.records.memo import Memo
 from agentrl.rollout import Capture, Forgotten
-from agentrl.sections.rollout import DelegationConfig
-from agentrl.sections.tools import MemoryConfig
 from agentrl.testing.samples import sample_task
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
 

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import load_tools, tool
 from agentrl.errors import InfrastructureError, PluginError, TaskError
-from agentrl.records import MAX_AGENT_STATE_CHARS, Blame, EpisodeState, Limits, Task
+from agentrl.records import MAX_AGENT_STATE_CHARS, Blame, EpisodeState, Limits, Task, codec
 from agentrl.rollout import Capture
 from agentrl.testing import ScriptedPolicy
 

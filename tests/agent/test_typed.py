@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from agentrl.agent import TaskData, ToolOutcome, load_tools, tool
 from agentrl.agent.invoke import call_tool
+from agentrl.check import odd
 from agentrl.errors import PluginError
 from agentrl.protocols import Sandbox
-from agentrl.prove import odd
 from agentrl.records import Blame, Limits, SandboxSpec, Task
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing

@@ -15,7 +15,7 @@ from agentrl.agent.tools import BUILT_IN, Bounds
 from agentrl.agent.wording import Words, instructed, worded
 from agentrl.errors import UserError
 from agentrl.records import Message, Score, ScoredEpisode
-from agentrl.run.transcript import transcript
+from agentrl.session.transcript import transcript
 from agentrl.testing import ScriptedPolicy, byte_tokenizer
 from tests.agent.test_tools import call
 from tests.episodes import make_runner, task, tokenizer

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.failures import failures_app
+from agentrl.config.failures import CaptureConfig
 from agentrl.errors import UserError
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
@@ -19,7 +20,6 @@ from agentrl.failure.collection import Collection
 from agentrl.failure.rows import Row, Wanted
 from agentrl.failure.trace import Spoken, Tag, Trace, Why
 from agentrl.records import Group, Message, Score, ToolCall
-from agentrl.sections.failures import CaptureConfig
 from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

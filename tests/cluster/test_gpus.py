@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from agentrl.cluster.gpus import Placement, place, visible
+from agentrl.config import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import UserError
-from agentrl.recipe import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.serving import server
 
 

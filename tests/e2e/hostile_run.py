@@ -15,8 +15,8 @@ from typing import Any
 
 from agentrl import cli
 from agentrl.records import Completion, SamplingParams, VersionSpan
-from agentrl.run import opening
 from agentrl.serving.served import ServedPolicy
+from agentrl.session import opening
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.hostile import RIGHT, SCRIPTS
 from tests.e2e import forked
@@ -90,7 +90,7 @@ class Family:
 """
 
 RECIPE = f"""
-from agentrl.recipe import *
+from agentrl.config import *
 recipe = Recipe(
     name="hostile", steps={STEPS}, policy=PolicyConfig(model="model", dtype="float32", max_model_len={CONTEXT}),
     tasks=TasksConfig(family="mine:Family"),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.compare.verdict import Outcome, read_verdicts
 from agentrl.experience import SqliteStore
 from agentrl.failure.case import Case, save_case
+from agentrl.gate.verdict import Outcome, read_verdicts
 from agentrl.records import Split, VersionState
 from agentrl.version import FolderRegistry
 from sandboxes.tables import Tables

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.compare.verdict import read_verdicts
 from agentrl.failure.collection import Collection
+from agentrl.failure.practice import load_practice
 from agentrl.failure.twins import withheld
-from agentrl.practice import load_practice
+from agentrl.gate.verdict import read_verdicts
 from benchmarks import weakness
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from agentrl import codec
 from agentrl.experience import RunningEpisodes, running
 from agentrl.protocols import EpisodeKeeper
-from agentrl.records import MAX_SNAPSHOT_BYTES, Episode, EpisodeState, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from agentrl.records import MAX_SNAPSHOT_BYTES, Episode, EpisodeState, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan, codec
 
 TURN = Turn(
     prompt_ids=(1, 2),

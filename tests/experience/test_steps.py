@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config import RolloutConfig
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.experience.steps import has_preference
-from agentrl.recipe import RolloutConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 from agentrl.rollout import left_out_group
 

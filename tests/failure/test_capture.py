@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.failure import Capture
 from agentrl.failure.capture import why
@@ -20,8 +21,7 @@ from agentrl.failure.digest import digest_of
 from agentrl.failure.rows import Wanted
 from agentrl.failure.trace import Tag, Why
 from agentrl.records import Blame, Group, ScoredEpisode
-from agentrl.sampling import Supports
-from agentrl.sections.failures import CaptureConfig
+from agentrl.records.sampling import Supports
 
 from .traces import fault, heard, python, said, scored, submit, task, trace, turn
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
 from agentrl.errors import UserError
 from agentrl.failure.case import Case, find_suites, load_suite, save_case
 from agentrl.failure.trace import Tag, Trace, Why
-from agentrl.records import Message, SandboxSpec, Split, Task
+from agentrl.records import Message, SandboxSpec, Split, Task, codec
 
 
 def make_task() -> Task:

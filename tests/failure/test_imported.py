@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from agentrl.agent import load_tools
 from agentrl.cli import app
-from agentrl.contract.recorded import NAME, Recording
 from agentrl.errors import AgentRLError, TaskError, UserError
 from agentrl.failure.case import load_suite
 from agentrl.failure.imported import Supplied, left_out, read_truths, task_of
 from agentrl.failure.trace import Spoken, Trace, Why
 from agentrl.records import Limits, Message, ToolCall
-from tests.run.suite_parts import OVERRIDES
+from agentrl.task.recorded_tools import NAME, Recording
+from tests.evaluation.suite_parts import OVERRIDES
 
 PROJECT = {
     "pyproject.toml": "",

@@ -12,8 +12,8 @@ from agentrl.gateway import Gateway, Session, Tokens
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Episode, Group, Limits, Score, ScoredEpisode, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of

@@ -17,14 +17,14 @@ from agentrl.agent.forms import FORMS
 from agentrl.gateway import Session, Tokens
 from agentrl.gateway.asked import Refused
 from agentrl.protocols import LiveEpisode
-from agentrl.prove.fuzzing.targets.gateway import PROTOCOLS, seeds
 from agentrl.records import Episode, Limits, Message, SandboxSpec, Split, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.test_any_schema import SCHEMAS, TEXTS
 from tests.chats import chat_of, shared_tokenizer
+from tests.fuzz.targets.gateway import PROTOCOLS, seeds
 from tests.strategies import json_values
 
 TASK = Task(

@@ -12,8 +12,8 @@ from agentrl.gateway import Session, Tokens, chat_completions
 from agentrl.gateway.asked import Answer, Refused
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Limits, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of

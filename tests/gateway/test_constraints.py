@@ -16,7 +16,7 @@ from agentrl.gateway.constraint import constraint
 from agentrl.gateway.schemas import MAX_CHARS, MAX_DEPTH, MAX_SCHEMAS, Schemas
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Score, ScoredEpisode
-from agentrl.sampling import CONSTRAINED_TOP_K
+from agentrl.records.sampling import CONSTRAINED_TOP_K
 from agentrl.testing import ScriptedPolicy
 from tests.chats import chat_of, shared_tokenizer
 from tests.gateway.test_chat_completions import calls, client, user

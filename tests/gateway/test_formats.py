@@ -17,8 +17,8 @@ from agentrl.agent.rendering import Renderer
 from agentrl.gateway import Session, Tokens, chat_completions
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReplayPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.conversations import NAME, Round, conversations, sayable, texts

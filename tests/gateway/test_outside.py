@@ -17,16 +17,16 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import ServingError, UserError
 from agentrl.gateway import Gateway, Outside, posted_reward
 from agentrl.gateway.asked import Refused
 from agentrl.gateway.rewards import REWARDS
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.run.preflight import check_parts
-from agentrl.sampling import Sampling
 from agentrl.sandbox import BubblewrapBackend
+from agentrl.session.preflight import check_parts
 from agentrl.testing import ScriptedPolicy
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 from tests.chats import chat_of

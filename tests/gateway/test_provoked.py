@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from agentrl.base.loop_lag import DRIVER, STALL_S, TICK_S
 from agentrl.errors import RequestRefused
 from agentrl.gateway import Gateway, Session, Tokens, chat_completions
 from agentrl.gateway.asked import Refused
-from agentrl.lag import DRIVER, STALL_S, TICK_S
 from agentrl.protocols import LiveEpisode, Policy
 from agentrl.records import Blame, Episode, Limits, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.paced import PacedPolicy

@@ -82,7 +82,7 @@ def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
 
 
 def host(kind: str, folder: str, parent: str) -> None:
-    from agentrl.processes import die_with_parent, imports_kept
+    from agentrl.base.processes import die_with_parent, imports_kept
 
     die_with_parent(int(parent))
     with imports_kept():

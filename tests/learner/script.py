@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agentrl.config import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import ranks as processes
@@ -31,7 +32,6 @@ from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, counted_samples
-from agentrl.recipe import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
 from tests.learner.building import random_group
 from tests.learner.test_forest import _model, _samples

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from agentrl.config import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
 from agentrl.errors import LearnerHalted
 from agentrl.learner.checkpoint import CheckpointMeta, numbered, restore, save
 from agentrl.learner.guard import Counts
 from agentrl.learner.publish import gather
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble
-from agentrl.recipe import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
 from agentrl.records import Batch
 from tests.learner.script import Scenario, main
 

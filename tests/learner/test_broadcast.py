@@ -14,7 +14,7 @@ import pytest
 from agentrl.errors import LearnerError
 from agentrl.learner.broadcast import Broadcaster, Server
 from agentrl.learner.pulse import SILENT
-from agentrl.weights.announcement import NAME
+from agentrl.version.announcement import NAME
 from tests.learner.building import recipe
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentrl.config import ObjectiveConfig
 from agentrl.learner.publish import gather
 from agentrl.learner.update import Updater
-from agentrl.recipe import ObjectiveConfig
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_run
 from tests.learner.script import Scenario, main

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
+from agentrl.config import CriticConfig
 from agentrl.learner.critic import ValueScorer, credit
 from agentrl.learner.forest_attention import register
 from agentrl.learner.packing import micro_batch
 from agentrl.objective.values import value_loss
-from agentrl.recipe import CriticConfig
 from agentrl.records import Sample
 from tests.learner.building import tiny_config
 

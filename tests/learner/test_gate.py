@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config import Recipe
+from agentrl.config.gate import GATE
 from agentrl.experience import SqliteStore
-from agentrl.gating import GATE
 from agentrl.learner import LearnerProcess
 from agentrl.learner.failures import FailureLog
-from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.learner import preloaded

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from agentrl.config import LearnerConfig, Limit, LimitsConfig
 from agentrl.learner.guard import _FIGURES as FIGURES
 from agentrl.learner.guard import REFUSE_ALL, Guard
-from agentrl.recipe import LearnerConfig, Limit, LimitsConfig
 from agentrl.records import Batch
 
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))

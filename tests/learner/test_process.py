@@ -20,12 +20,11 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from agentrl import codec
+from agentrl.config import Recipe
 from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.recipe import Recipe
-from agentrl.records import Blame, Failure, Probe
+from agentrl.records import Blame, Failure, Probe, codec
 from agentrl.rollout import left_out_group
 from agentrl.version import FolderRegistry
 from tests.learner import preloaded
@@ -318,7 +317,7 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
     write_run(tmp_path, made, [])
     driver = (
         "import asyncio, sys; from pathlib import Path\n"
-        "from agentrl.learner import LearnerProcess; from agentrl.recipe import load\n"
+        "from agentrl.learner import LearnerProcess; from agentrl.config import load\n"
         "async def main():\n"
         "    run = Path(sys.argv[1]); learner = LearnerProcess(run, load(run / 'recipe.json'))\n"
         "    await learner.start(); await asyncio.sleep(600)\n"

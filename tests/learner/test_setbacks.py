@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.base.files import sha256_file
+from agentrl.config import LearnerConfig, Limit, LimitsConfig, Recipe
 from agentrl.errors import LearnerHalted
 from agentrl.experience import SqliteStore
-from agentrl.files import sha256_file
 from agentrl.learner import LearnerProcess
 from agentrl.learner.failures import FailureLog
 from agentrl.learner.guard import Counts, Guard, Setback
-from agentrl.recipe import LearnerConfig, Limit, LimitsConfig, Recipe
 from agentrl.records import Batch, Group, Sample, VersionState
-from agentrl.version import FolderRegistry
-from agentrl.weights import deltas
+from agentrl.version import FolderRegistry, deltas
 from tests.learner import preloaded
 from tests.learner.building import episode, random_group, recipe, scored, turn, write_run
 

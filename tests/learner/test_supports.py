@@ -15,7 +15,7 @@ from agentrl.errors import LearnerError
 from agentrl.learner.logprobs import LogprobHead
 from agentrl.learner.packing import check_vocabulary, micro_batch
 from agentrl.records import Sample
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 CPU = torch.device("cpu")
 VOCABULARY, WIDTH, WIDEST = 23, 6, 5

@@ -21,7 +21,7 @@ from agentrl.learner.publish import gather
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble
 from agentrl.records import Group, ScoredEpisode, Turn
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 from tests.learner import preloaded
 from tests.learner.building import VOCABULARY, random_group, recipe, write_run
 from tests.learner.script import SHARED, Scenario, main

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from agentrl.config import ObjectiveConfig
 from agentrl.learner.forest_attention import register
 from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import micro_batch, minibatches, plan
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import TrainedTokens, policy_loss
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Batch, Sample
 from tests.learner.test_forest import CPU, _model
 from tests.objective.test_combined import by_hand

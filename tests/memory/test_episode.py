@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
-from agentrl.memo import Memo
 from agentrl.memory import NoteStore, View, Written, scope_of
-from agentrl.sections.tools import MemoryConfig
+from agentrl.records.memo import Memo
 from agentrl.testing.samples import sample_task
 
 CONFIG = MemoryConfig(notes=3, note_chars=40, results=2)

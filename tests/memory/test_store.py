@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
-from agentrl.memo import Memo
 from agentrl.memory import NoteStore, Written
 from agentrl.memory.store import Found
-from agentrl.sections.tools import MemoryConfig
+from agentrl.records.memo import Memo
 
 ROOT = Path(__file__).resolve().parents[2]
 SCOPE = "family:f"
@@ -113,7 +113,7 @@ def test_old_notes_go_and_no_version_that_may_be_read_changes() -> None:
 def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
     path = tmp_path / "notes.sqlite"
     code = (
-        "import sys\nfrom pathlib import Path\nfrom agentrl.sections.tools import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
+        "import sys\nfrom pathlib import Path\nfrom agentrl.config.tools import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
         "from tests.memory.test_store import note\nstore = NoteStore(Path(sys.argv[1]), MemoryConfig())\n"
         "for step in range(store.version, 10**9):\n"
         " store.commit(step, [note(f'{step}-{n}', f'word {step} {n}') for n in range(5)])\n print(step, flush=True)\n"

@@ -19,7 +19,7 @@ from agentrl.model import import_model, importing
 from agentrl.model.importing import RECORD
 from agentrl.records import Message
 from agentrl.testing.tiny_model import make_model, make_tokenizer
-from agentrl.weights.model_folder import check_model
+from agentrl.version.model_folder import check_model
 from tests.forking import tried
 
 pytestmark = pytest.mark.usefixtures("forked_trials")

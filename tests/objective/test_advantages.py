@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.config import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective import GroupAdvantages, batch_advantages
 from agentrl.objective.advantages import checked, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from agentrl.objective.turns import turn_advantages
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments
 from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.corrections import importance_weights
-from agentrl.recipe import ObjectiveConfig
 
 pytestmark = pytest.mark.slow
 

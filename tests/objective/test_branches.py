@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config import Recipe, build
 from agentrl.learner.packing import micro_batch, plan
 from agentrl.objective import assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
-from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
 GONE = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import PolicyLoss, TrainedTokens, policy_loss
 from agentrl.objective.metrics import over_steps, summarize
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Sample
 
 BASE = {"clip_low": 0.2, "clip_high": 0.3, "is_cap": 2.0}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.config import Recipe, build
 from agentrl.errors import RecipeError
 from agentrl.objective import assemble
-from agentrl.recipe import Recipe, build
 from agentrl.records import Episode as Record
 from agentrl.records import Group, Message, Parent, Score, ScoredEpisode, ToolCall, Trajectory, Turn, VersionSpan
 

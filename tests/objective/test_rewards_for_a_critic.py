@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from agentrl.config import CriticConfig, Recipe, build
 from agentrl.learner.critic import credit
 from agentrl.learner.packing import micro_batch
 from agentrl.objective import assemble
-from agentrl.recipe import CriticConfig, Recipe, build
 from agentrl.records import Group
 from tests.learner.building import episode, scored, turn
 

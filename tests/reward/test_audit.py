@@ -6,12 +6,12 @@ import math
 
 import pytest
 
+from agentrl.config import TasksConfig, build
 from agentrl.errors import RecipeError
-from agentrl.recipe import TasksConfig, build
 from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import AUDIT, audited, disagreement
-from agentrl.run.measure import MOST_PARTS, part_means
+from agentrl.session.measure import MOST_PARTS, part_means
 
 HERE = "tests.reward.test_audit"
 

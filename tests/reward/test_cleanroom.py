@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agentrl.contract.grading import Grading, Mode, grading_of, pack
-from agentrl.contract.outputs import collect, produce
+from agentrl.check import cheats
 from agentrl.errors import TaskError
 from agentrl.protocols import SandboxBackend
-from agentrl.prove import cheats
 from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.sandbox import select_backend
+from agentrl.task.grading import Grading, Mode, grading_of, pack
+from agentrl.task.outputs import collect, produce
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 

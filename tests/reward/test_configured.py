@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.judge.verdict import Unreadable, json_object
 from agentrl.reward.configured import answer_of, unfenced
-from agentrl.reward.judges.verdict import Unreadable, json_object
 from rewards.json_schema import JsonSchema
 from tests.judging import episode, value
 

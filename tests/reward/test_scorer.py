@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import PluginError, SandboxError, TaskError
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory, Turn
@@ -233,7 +233,7 @@ async def test_whatever_a_verifier_does_its_episode_is_unscored(name: str, reaso
 
 
 async def test_a_verifier_that_ignores_its_deadline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usercode, "GRACE_S", 0.02)
+    monkeypatch.setattr(user_code, "GRACE_S", 0.02)
     score = await TaskScorer(timeout_s=0.02)(task("stubborn"), EPISODE)
     assert score.value is None and "within 0.02 s" in score.reason and len(asyncio.all_tasks()) == 1
 

@@ -13,10 +13,10 @@ import scipy.constants
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agentrl.check.null_answers import prove_null_answers
+from agentrl.check.verifiers import Golden
 from agentrl.errors import PluginError
-from agentrl.plugins import resolve
-from agentrl.prove.null_answers import prove_null_answers
-from agentrl.prove.verifiers import Golden
+from agentrl.plugins.references import resolve
 from agentrl.records import Blame, Score
 from agentrl.reward import TaskScorer, configured
 from agentrl.reward.asking import limit_of

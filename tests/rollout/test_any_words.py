@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from agentrl.agent import TurnLoop
 from agentrl.experience import SqliteStore
 from agentrl.records import Blame, Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, Split, Task, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
+from agentrl.config import BranchingConfig
 from agentrl.errors import SandboxError, ServingError
-from agentrl.recipe import BranchingConfig
-from agentrl.records import MAX_SNAPSHOT_BYTES, Blame, Episode, EpisodeState, ExecResult, Limits, Score, ScoredEpisode, Task, Turn
+from agentrl.records import MAX_SNAPSHOT_BYTES, Blame, Episode, EpisodeState, ExecResult, Limits, Score, ScoredEpisode, Task, Turn, codec
 from agentrl.rollout import Capture, GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.contract.outputs import Collected
 from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, UserError
 from agentrl.records import Blame, EpisodeState, ExecResult, Limits, Task
 from agentrl.rollout.pace import OutOfTime
+from agentrl.task.outputs import Collected
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.sandboxes import printing

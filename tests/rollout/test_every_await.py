@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import ToolOutcome, TurnLoop, tool
 from agentrl.agent.invoke import ARGUMENT_FAULTS
 from agentrl.agent.tools import function_schema
+from agentrl.config import BranchingConfig
 from agentrl.errors import PluginError, SandboxError, SandboxTimeout, ServingError
 from agentrl.protocols import Sandbox
-from agentrl.recipe import BranchingConfig
-from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task
+from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task, codec
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 from tests.chats import chat_of
@@ -109,7 +108,7 @@ def functions(coroutine: Any) -> list[str]:
             break
         found.append(name)
         frame = getattr(coroutine, "gi_frame", None)
-        if frame is not None and "running" in frame.f_locals:  # agentrl.usercode drives by hand, too
+        if frame is not None and "running" in frame.f_locals:  # agentrl.base.user_code drives by hand, too
             coroutine = frame.f_locals["running"]
         else:
             coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)

@@ -24,14 +24,14 @@ from agentrl.agent.mcp import RunTools, Server
 from agentrl.agent.mcp.offers import offers
 from agentrl.agent.mcp.places import Place, Unanswered
 from agentrl.agent.tools import function_schema
+from agentrl.config import MCPConfig, ObjectiveConfig
 from agentrl.errors import RequestRefused
 from agentrl.objective.advantages import batch_advantages
 from agentrl.protocols import Sandbox
-from agentrl.recipe import MCPConfig, ObjectiveConfig
 from agentrl.records import CUT, Blame, Completion, Episode, Group, Limits, SamplingParams, Score, Task, VersionSpan
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.samples import sample_task

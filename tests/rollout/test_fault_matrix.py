@@ -25,6 +25,7 @@ from agentrl.agent.mcp import RunTools, Server
 from agentrl.agent.mcp.offers import offers
 from agentrl.agent.mcp.places import ENDINGS, Place, Unanswered
 from agentrl.agent.tools import function_schema
+from agentrl.config import MCPConfig
 from agentrl.errors import (
     InfrastructureError,
     JudgeError,
@@ -39,12 +40,11 @@ from agentrl.errors import (
     ToolUnavailable,
 )
 from agentrl.protocols import Sandbox
-from agentrl.recipe import MCPConfig
 from agentrl.records import Blame, Episode, Limits, Score, ScoredEpisode, Task
+from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.reward.together import GroupScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually
 from agentrl.testing.samples import sample_task

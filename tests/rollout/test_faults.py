@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, SandboxError, ServingError, TaskError, UserError
 from agentrl.records import Blame
 from agentrl.rollout.faults import fault, infrastructure_fault, task_fault
@@ -37,7 +37,7 @@ def test_who_is_to_blame(error: Exception, stage: str, blame: Blame, kind: str) 
 
 def test_only_a_bug_is_logged_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[tuple[str, BaseException]] = []
-    monkeypatch.setattr(usercode, "report", lambda what, error: reported.append((what, error)))
+    monkeypatch.setattr(user_code, "report", lambda what, error: reported.append((what, error)))
     bug = KeyError("x")
     for error in (ServingError("x"), SandboxError("x"), PolicyFault("x"), TaskError("x"), bug):
         fault(error, stage="tool")

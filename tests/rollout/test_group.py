@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from agentrl import codec
-from agentrl.contract.together import WAITS
 from agentrl.errors import ServingError, UserError
-from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task
+from agentrl.protocols.group_judge import WAITS
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task, codec
 from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes

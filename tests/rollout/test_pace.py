@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.agent import TurnLoop
+from agentrl.base.loop_lag import DRIVER
 from agentrl.errors import InfrastructureError
 from agentrl.failure import FaultRate
-from agentrl.lag import DRIVER
 from agentrl.records import Blame, Episode, Limits, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, Reading, out_of_time
-from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.clock import VirtualLoop, run_virtually
 from agentrl.testing.paced import PacedPolicy

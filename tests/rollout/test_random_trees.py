@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from agentrl.agent import TurnLoop
+from agentrl.config import Recipe, build
+from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.objective import assemble
-from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, EpisodeState, Group, Limits, SamplingParams, Score, ScoredEpisode, Task
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.sampling import Sampling
-from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of

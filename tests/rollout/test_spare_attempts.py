@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
+from agentrl.config.rollout import DelegationConfig
 from agentrl.experience import RunningEpisodes
-from agentrl.records import Episode, Group, Score, Task
+from agentrl.records import Episode, Group, Score, Task, codec
 from agentrl.rollout import GroupRunner
-from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, delegate, shown, tree_task

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.config import BranchingConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
 from agentrl.experience import SqliteStore
 from agentrl.objective import assemble
-from agentrl.recipe import BranchingConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
 from agentrl.records import Blame, Completion, Episode, Group, SamplingParams, Score, Task
+from agentrl.records.sampling import Sampling, Supports
 from agentrl.rollout import GroupRunner
-from agentrl.sampling import Sampling, Supports
 from agentrl.testing import ScriptedPolicy
 from tests.rollout.test_branching import talkative
 

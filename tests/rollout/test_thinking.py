@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent import TurnLoop
 from agentrl.objective.delivery import captured_tokens
 from agentrl.objective.samples import counted_samples
-from agentrl.records import Blame, Episode, EpisodeState, Group, Limits, Message, Score, ScoredEpisode, Task, Turn
+from agentrl.records import Blame, Episode, EpisodeState, Group, Limits, Message, Score, ScoredEpisode, Task, Turn, codec
+from agentrl.records.sampling import Sampling, Supports
 from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.sampling import Sampling, Supports
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl import codec
+from agentrl.config import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
 from agentrl.experience import SqliteStore
 from agentrl.learner.packing import micro_batch, plan
 from agentrl.objective import assemble, counted_samples
 from agentrl.objective.aggregate import Segments, denominator, token_weights
 from agentrl.observe import write_report
 from agentrl.protocols import LiveEpisode
-from agentrl.recipe import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
-from agentrl.records import Episode, EpisodeState, Group, Limits, Message, Parent, Score, ScoredEpisode, Task, Trajectory
+from agentrl.records import Episode, EpisodeState, Group, Limits, Message, Parent, Score, ScoredEpisode, Task, Trajectory, codec
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.run.transcript import append, transcript
-from agentrl.sampling import Sampling
+from agentrl.session.transcript import append, transcript
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of

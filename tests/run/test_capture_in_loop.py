@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.files import read_json_lines
+from agentrl.evaluation.held_out import evaluate_served
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
 from agentrl.failure.digest import write_digest
 from agentrl.failure.promote import promote
 from agentrl.failure.rows import Wanted
-from agentrl.files import read_json_lines
 from agentrl.observe import write_report
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Task
-from agentrl.run import loop, measure
-from agentrl.run.held_out import evaluate_served
+from agentrl.run import loop
+from agentrl.session import measure
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agentrl.errors import InfrastructureError, ServingError, StoreError
+from agentrl.evaluation.evaluate import evaluate
 from agentrl.failure.quarantine import count
 from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task
 from agentrl.run import loop
-from agentrl.run.evaluate import evaluate
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import AlwaysServed, Family, Journaled, make_recipe, opened, say

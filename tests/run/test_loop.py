@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import zstandard
 
-from agentrl import codec
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
 from agentrl.failure.quarantine import count
 from agentrl.learner import LearnerProcess
 from agentrl.objective import assemble
-from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task
+from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task, codec
 from agentrl.rollout import left_out_group
-from agentrl.run import loop, measure, opening
-from agentrl.run.folder import Start
-from agentrl.run.preflight import check
+from agentrl.run import loop
+from agentrl.session import measure, opening
+from agentrl.session.folder import Start
+from agentrl.session.preflight import check
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import ROOT, Family, Journaled, make_recipe, make_task, opened

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.files import read_json_lines
 from agentrl.cli.sample import told
+from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import UserError
 from agentrl.experience import StepGroups
-from agentrl.files import read_json_lines
 from agentrl.observe.taught import taught_tables
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.records import Episode, Score, Task
 from agentrl.run import sample
-from agentrl.run.folder import Start, check_verb, write_start
+from agentrl.session.folder import Start, check_verb, write_start
 from agentrl.supervised.select import demonstrations
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing

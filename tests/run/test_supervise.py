@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.liveness import Answers, Liveness
 from agentrl.errors import LearnerError, LearnerHalted
-from agentrl.liveness import Answers, Liveness
 from agentrl.run import supervise
 from agentrl.sandbox import engine
 from agentrl.testing.clock import run_virtually

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.lag import DRIVER, TICK_S
+from agentrl.base.loop_lag import DRIVER, TICK_S
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import versions
 

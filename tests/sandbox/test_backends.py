@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
-from agentrl.prove.conformance import CHECKS, check
-from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import WarmPool, bubblewrap, cgroups, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox.conformance import CHECKS, check
 from agentrl.sandbox.lease import lease, runtime_folder
 from tests.sandbox.building import BOTH, SPEC, inner_pid, lease_of_process, our_processes, processes_of
 from tests.waiting import until

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, TaskError
-from agentrl.prove.conformance import check
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import builds, docker, engine, images, select_backend
+from agentrl.sandbox.conformance import check
 from tests.sandbox.test_silent_daemon import Relay, in_time
 
 pytestmark = pytest.mark.docker

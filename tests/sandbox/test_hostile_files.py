@@ -7,10 +7,10 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from agentrl.contract.outputs import collect
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult
 from agentrl.sandbox import select_backend, server_code
+from agentrl.task.outputs import collect
 from tests.sandbox.building import BOTH, SPEC, holds_open, processes_of
 from tests.sandbox.test_arguments import CALL, TYPED, made
 

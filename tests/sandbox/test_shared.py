@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import SandboxError
-from agentrl.prove.attacks import attack
-from agentrl.prove.conformance import CHECKS, check
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import DockerBackend, allowance, docker, engine, list_open, shared
+from agentrl.sandbox.attacks import attack
+from agentrl.sandbox.conformance import CHECKS, check
 from agentrl.sandbox.inside.room import PERIOD_US, Groups
 from agentrl.sandbox.lease import lease
 from tests.sandbox.building import ALONE, SPEC, inner_pid, processes_of

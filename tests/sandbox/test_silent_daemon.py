@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
-from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import DockerBackend, docker, engine, list_open, open_sandboxes, prune, select_backend
 from tests.commands import agentrl

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.prove.conformance import CHECKS, check
 from agentrl.sandbox import images, select_backend
+from agentrl.sandbox.conformance import CHECKS, check
 from agentrl.sandbox.inside.users import PR_SET_KEEPCAPS, prctl, set_capabilities
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import SPEC

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from agentrl import parts
 from agentrl.agent import ChatFormat
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import UserError
 from agentrl.objective import assemble
+from agentrl.plugins import parts
 from agentrl.records import Episode, Group, ScoredEpisode, Split
+from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.sampling import Sampling
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from rewards.pages import found

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import ServingError
 from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
-from agentrl.sampling import TIES, Supports
+from agentrl.records.sampling import TIES, Supports
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
 from agentrl.serving.server import FIRST
 from agentrl.serving.weights import WeightsInService

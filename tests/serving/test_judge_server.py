@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
+from agentrl.config import JudgeServerConfig, Recipe
 from agentrl.errors import ServingError
-from agentrl.recipe import JudgeServerConfig, Recipe
-from agentrl.reward.judges import RewardModel, ScoreEndpoint, served, servers
-from agentrl.reward.judges.reward_record import save, text
-from agentrl.run.judges import declare, judge_servers
+from agentrl.judge import RewardModel, ScoreEndpoint, served, servers
+from agentrl.judge.reward_record import save, text
+from agentrl.records import codec
 from agentrl.serving.judge_server import JudgeServer
+from agentrl.session.judge_servers import declare, judge_servers
 from agentrl.testing.tiny_model import make_model, make_probe, make_tokenizer
-from tests.reward.judges.judge_parts import TASK, episode
+from tests.judge.judge_parts import TASK, episode
 
 pytestmark = pytest.mark.vllm
 

@@ -12,12 +12,11 @@ from typing import ClassVar
 
 import pytest
 
-from agentrl import codec
+from agentrl.base.files import sha256_file
+from agentrl.base.liveness import Restarts
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import RequestRefused, ServerDied, ServingError, SwapError
-from agentrl.files import sha256_file
-from agentrl.liveness import Restarts
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.records import PolicyVersion, Probe, SamplingParams, SwapReport
+from agentrl.records import PolicyVersion, Probe, SamplingParams, SwapReport, codec
 from agentrl.rollout import fault
 from agentrl.serving import UnsentError, served
 from agentrl.version import FolderRegistry

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
+from agentrl.config import JudgeServerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError
-from agentrl.recipe import JudgeServerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.records import PolicyVersion, Probe, SamplingParams
+from agentrl.gate.server import GateServer
+from agentrl.records import PolicyVersion, Probe, SamplingParams, codec
 from agentrl.serving import judge_server
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.gate_server import GateServer
 from agentrl.serving.judge_server import JudgeServer
 from agentrl.serving.probe import disagreement_of_judge
 from agentrl.serving.replicas import ReplicatedPolicy

@@ -11,7 +11,7 @@ import pytest
 from agentrl.gateway.asked import Asked
 from agentrl.gateway.constraint import constraint
 from agentrl.records import Completion
-from agentrl.sampling import CONSTRAINED_TOP_K, Sampling
+from agentrl.records.sampling import CONSTRAINED_TOP_K, Sampling
 from agentrl.testing.tiny_model import VOCABULARY, make_tokenizer, token_logprobs
 from tests.gateway.test_constraints import Form
 from tests.serving.conftest import Served

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
+from agentrl.base.liveness import Liveness
 from agentrl.errors import ServingError
-from agentrl.liveness import Liveness
-from agentrl.records import Completion, SamplingParams, VersionState
+from agentrl.records import Completion, SamplingParams, VersionState, codec
 from agentrl.serving.served import ServedPolicy
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from agentrl.version import FolderRegistry

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
+from agentrl.base.files import sha256_file
+from agentrl.config import PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
 from agentrl.errors import ServingError, SwapError
-from agentrl.files import sha256_file
 from agentrl.protocols import CacheUse
-from agentrl.recipe import PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
-from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionSpan, VersionState
+from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionSpan, VersionState, codec
 from agentrl.serving import UnsentError, replicas, served
 from agentrl.serving.process import threads_or_all
 from agentrl.serving.replicas import ReplicatedPolicy, alike_together

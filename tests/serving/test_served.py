@@ -18,16 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
+from agentrl.config import LoraConfig
 from agentrl.errors import ServingError, SwapError
 from agentrl.protocols import Policy
-from agentrl.recipe import LoraConfig
 from agentrl.records import ADAPTER, Completion, Episode, Limits, PolicyVersion, Probe, Sample, SamplingParams, Score, Task
+from agentrl.records.sampling import Sampling, Supports
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.sampling import Sampling, Supports
 from agentrl.serving.probe import disagreement
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.tiny_model import VOCABULARY, make_model, make_probe, token_logprobs, write_version
-from agentrl.weights import deltas
+from agentrl.version import deltas
 from tests.episodes import restarting, task
 from tests.serving.conftest import RECIPE, Served
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError, UserError
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.serving import VLLMServer, serving_device
 from agentrl.serving import process as processes
 from agentrl.serving.control import ControlPlane

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import ServingError, SwapError
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import PolicyVersion, Probe
-from agentrl.sampling import Sampling
+from agentrl.records.sampling import Sampling
 from agentrl.serving import FileWeightChannel, VLLMServer
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.probe import disagreement, disagreement_of_judge, next_differences, parse_prompt_logprobs
 from agentrl.serving.swap import HotSwap
-from agentrl.weights import deltas
+from agentrl.version import deltas
 from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
 
 PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))

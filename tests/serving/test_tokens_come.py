@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.liveness import Liveness
+from agentrl.base.liveness import Liveness
 from agentrl.serving import process
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.process import ServerProcess

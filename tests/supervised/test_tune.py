@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from agentrl.errors import UserError
+from agentrl.judge.labels import TextPreference
+from agentrl.judge.reward_record import load
 from agentrl.records import Group
-from agentrl.reward.judges.reward_record import load
 from agentrl.supervised import demonstrations, preferences
-from agentrl.supervised.select import TextPreference
 from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version
 from tests.learner.building import episode, scored, turn
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import codec
-from agentrl.contract.grading import grading_of
-from agentrl.contract.outputs import WHOLE
+from agentrl.config import TasksConfig
 from agentrl.errors import RecipeError, TaskError, UserError
-from agentrl.recipe import TasksConfig
-from agentrl.records import Split, Task
+from agentrl.records import Split, Task, codec
 from agentrl.task import TaskFolders, open_family
+from agentrl.task.grading import grading_of
+from agentrl.task.outputs import WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "the hidden truth"

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from agentrl.contract.leaks import leaks, truths
-from agentrl.contract.outputs import WHOLE, produce
-from agentrl.prove import cheats
-from agentrl.prove.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
-from agentrl.prove.image_files import image_files
-from agentrl.prove.source import FamilySource
-from agentrl.recipe import SandboxConfig, TasksConfig
+from agentrl.check import cheats
+from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
+from agentrl.check.image_files import image_files
+from agentrl.check.source import FamilySource
+from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.sandbox import builds, docker, images, select_backend
 from agentrl.task import TaskFolders
+from agentrl.task.leaks import leaks, truths
+from agentrl.task.outputs import WHOLE, produce
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=[pytest.mark.bubblewrap, pytest.mark.docker])]
@@ -96,7 +96,7 @@ else
   echo 0 > /logs/verifier/reward.txt
 fi
 """,
-    "tests/contract/test_outputs.py": """import subprocess
+    "tests/task/test_outputs.py": """import subprocess
 from pathlib import Path
 
 

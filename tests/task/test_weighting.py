@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
-from agentrl.files import json_line
-from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task
+from agentrl.base.files import json_line
+from agentrl.config.tasks import WeightingConfig
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task, codec
 from agentrl.rollout import left_out_group
-from agentrl.sections.tasks import WeightingConfig
 from agentrl.task import GroupSchedule, Record, Taught, Weights
 from tests.task.test_schedule import Ten
 

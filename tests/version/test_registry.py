@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.base.files import folder_manifest, sha256_file
 from agentrl.errors import StoreError
-from agentrl.files import folder_manifest, sha256_file
 from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
 from agentrl.version import FolderRegistry, rollback

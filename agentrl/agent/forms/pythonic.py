@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.agent.calls import MAX_CALLS, MAX_CHARS, Refused, integer, made_call, number
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas, name_of
-from agentrl.fields import MAX_DEPTH
+from agentrl.records.fields import MAX_DEPTH
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\(\s*(\)|[A-Za-z_]\w*\s*=(?!=))?")

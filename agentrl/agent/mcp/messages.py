@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.agent.tools import ToolOutcome
-from agentrl.fields import text as encodable
-from agentrl.usercode import printable
+from agentrl.base.user_code import printable
+from agentrl.records.fields import text as encodable
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64

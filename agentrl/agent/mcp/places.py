@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl import secrets, usercode
 from agentrl.agent.inside import line as inside_line
 from agentrl.agent.mcp.messages import REVISIONS, Refused, clean
-from agentrl.processes import kill_marked
+from agentrl.base import secrets, user_code
+from agentrl.base.processes import kill_marked
 from agentrl.protocols import Sandbox
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class InSandbox:
         try:
             ran = await sandbox.python(code, timeout_s=timeout_s + _SLACK_S, output_bytes=4 * MAX_BYTES, session=SESSION)
         except ValueError as error:  # the sandbox has no session left
-            raise Unanswered("unstartable", usercode.text_of(error, 200)) from None
+            raise Unanswered("unstartable", user_code.text_of(error, 200)) from None
         if ran.exit_code is None:
             raise Unanswered("ended", "its session in the sandbox was ended")
         head, _, rest = ran.stdout.partition("\n")
@@ -121,12 +121,12 @@ class OnHost:
             try:
                 self._line = inside_line.Line(self._argv, self._env, self._cwd)
             except (OSError, ValueError) as error:
-                raise Unanswered("unstartable", usercode.describe(error)) from None
+                raise Unanswered("unstartable", user_code.describe(error)) from None
         line = self._line
         if line is None:
             raise Unanswered("gone", "it has ended")
         try:
-            outcome, answer = await usercode.threaded(
+            outcome, answer = await user_code.threaded(
                 lambda: line.ask(messages, until, timeout_s, MAX_BYTES), what=f"MCP server {self._argv[0]}"
             )
         except (OSError, ValueError):  # closed meanwhile
@@ -140,7 +140,7 @@ class OnHost:
         line, self._line = self._line, None
         if line is not None or self._started:
             self._started = False
-            await usercode.threaded(lambda: self._end(line), what="ending an MCP server")
+            await user_code.threaded(lambda: self._end(line), what="ending an MCP server")
 
     def _end(self, line: inside_line.Line | None) -> None:
         """Ends the program with its process group and the processes that it started outside the group, such as daemons."""
@@ -174,7 +174,7 @@ class OverHTTP:
             raise Unanswered("late", f"no answer within {timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
             ending = "late" if isinstance(error, httpx.TimeoutException) else "ended"
-            raise Unanswered(ending, usercode.describe(error, 200)) from None
+            raise Unanswered(ending, user_code.describe(error, 200)) from None
         return answers[-1]
 
     async def _post(self, client: httpx.AsyncClient, message: str, until: int | None) -> bytes:

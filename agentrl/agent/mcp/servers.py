@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl import secrets, usercode
 from agentrl.agent.arguments import example, problems
 from agentrl.agent.mcp import messages
 from agentrl.agent.mcp.messages import Refused, Wrong
@@ -26,12 +25,13 @@ from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place
 from agentrl.agent.provoked import CallRecord
 from agentrl.agent.tools import FREE, OUTAGE, Bounds, Fault, ToolOutcome
 from agentrl.agent.wording import Words
+from agentrl.base import secrets, user_code
+from agentrl.base.liveness import Answers
+from agentrl.base.outages import Outage, outage_in
+from agentrl.config.tools import MCPConfig
 from agentrl.errors import InfrastructureError, TaskError, UserError
-from agentrl.liveness import Answers
-from agentrl.outages import Outage, outage_in
 from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
-from agentrl.sections.tools import MCPConfig
 
 PREFIX = "mcp:"
 MOST_FAILURES = 3
@@ -90,13 +90,13 @@ class Connection:
         return {"used": self.used}
 
     async def close(self, *, timeout_s: float) -> None:
-        what, since = f"closing MCP server {self.server.name}", usercode.cancellations()
+        what, since = f"closing MCP server {self.server.name}", user_code.cancellations()
         self._open = False
         try:
-            await usercode.call(self._place.close, what=what, timeout_s=timeout_s)
+            await user_code.call(self._place.close, what=what, timeout_s=timeout_s)
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
+            user_code.let_go(error, since)
+            user_code.report(what, error)
 
     async def call(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Calls one of the server's tools. Raises `Fault`, and `InfrastructureError` if a server outside is not available at the first call
@@ -222,7 +222,7 @@ class ServerTool:
         config = connection.server.config
         self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
         self.together = config.together
-        self.opening_s = config.start_timeout_s + usercode.GRACE_S  # of a call that starts the server
+        self.opening_s = config.start_timeout_s + user_code.GRACE_S  # of a call that starts the server
         self._offer = offer
         self._connection = connection
 

@@ -10,11 +10,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl import codec
 from agentrl.failure.formats.values import UNPARSED, Gaps
 from agentrl.failure.trace import Spoken, Trace, Why
-from agentrl.fields import JsonObject
-from agentrl.records import Message, Parent, Task, ToolResult, Trajectory, Turn
+from agentrl.records import Message, Parent, Task, ToolResult, Trajectory, Turn, codec
+from agentrl.records.fields import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from agentrl.base.foreign_files import opened
+from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.foreign import opened
-from agentrl.usercode import printable
 
 LARGEST = 32 << 20
 """Bytes of one document: a file of one, or a line of a file of many."""

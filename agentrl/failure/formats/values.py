@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from agentrl import fields, usercode
+from agentrl.base import user_code
 from agentrl.failure.trace import Spoken
-from agentrl.records import Message, ToolCall
+from agentrl.records import Message, ToolCall, fields
 
 UNPARSED = "__unparsed__"
 """The one argument of a call whose arguments are no JSON object: their text, as it was written."""
@@ -87,7 +87,7 @@ def label(value: Any) -> str:
         return ""
     if isinstance(value, int):
         return str(value) if abs(value) < 1 << 63 else ""
-    return " ".join(usercode.printable(fields.text(value), _LABEL).split())
+    return " ".join(user_code.printable(fields.text(value), _LABEL).split())
 
 
 def names(value: Any) -> dict[str, Any]:

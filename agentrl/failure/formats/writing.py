@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import replacing
 from agentrl.errors import UserError
 from agentrl.failure.formats import atif_export, openai
 from agentrl.failure.trace import Trace
-from agentrl.files import replacing
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _ESCAPED = re.compile(

@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agentrl.destinations import Destination, parse_all
 from agentrl.records import SandboxSpec
+from agentrl.records.destinations import Destination, parse_all
 from agentrl.sandbox.egress.listener import LINK, EgressListener
 from agentrl.sandbox.egress.proxy import Bounds
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
-from agentrl.destinations import Address, Destination, literal
+from agentrl.records.destinations import Address, Destination, literal
 from agentrl.sandbox.egress.heads import Refusal
 
 MAX_TRIED = 4

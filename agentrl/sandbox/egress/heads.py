@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 import h11
 
-from agentrl.destinations import plain_host
+from agentrl.records.destinations import plain_host
 
 MAX_HEADERS = 100
 _SIZE_DIGITS = 15
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A request: where to (`host` as `agentrl.destinations.plain_host` gives it), and what is sent there first."""
+    """A request: where to (`host` as `agentrl.records.destinations.plain_host` gives it), and what is sent there first."""
 
     host: str
     port: int

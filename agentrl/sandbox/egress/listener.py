@@ -17,9 +17,9 @@ import threading
 import time
 from pathlib import Path
 
-from agentrl.destinations import parse_all
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
+from agentrl.records.destinations import parse_all
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
 from agentrl.sandbox.links import accept, readable
 

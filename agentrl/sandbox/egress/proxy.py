@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from agentrl.destinations import Destination
+from agentrl.records.destinations import Destination
 from agentrl.sandbox.egress import heads
 from agentrl.sandbox.egress.addresses import AddressBook
 from agentrl.sandbox.egress.heads import Refusal, Wanted

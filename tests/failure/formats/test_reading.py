@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from agentrl import codec
 from agentrl.errors import UserError
 from agentrl.failure.formats import Unreadable, files, otel, read, read_all
 from agentrl.failure.trace import Trace, Why
+from agentrl.records import codec
 
 DATA = Path(__file__).parent / "data"
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
