@@ -40,9 +40,9 @@ sys.path.insert(0, str(ROOT))
 from agentrl.base.files import write  # noqa: E402
 from agentrl.config import ObjectiveConfig  # noqa: E402
 from agentrl.learner.forest_attention import register  # noqa: E402
-from agentrl.learner.logprobs import LOGITS_AT_ONCE, LogprobHead, TokenScorer  # noqa: E402
 from agentrl.learner.packing import micro_batch, plan  # noqa: E402
-from agentrl.objective.combined import TrainedTokens, policy_loss  # noqa: E402
+from agentrl.learner.token_scorer import LOGITS_AT_ONCE, LogprobHead, TokenScorer  # noqa: E402
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss  # noqa: E402
 from agentrl.records import Sample  # noqa: E402
 from agentrl.testing.tiny_model import make_tokenizer  # noqa: E402
 from benchmarks import stored  # noqa: E402

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.base.causes import short  # noqa: E402
+from agentrl.base.error_text import short  # noqa: E402
 from agentrl.errors import InfrastructureError, UserError  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.load import script as scripted  # noqa: E402

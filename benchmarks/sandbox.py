@@ -36,7 +36,7 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, cgroups, list_open, select_backend
 from agentrl.sandbox.images import load_image
 from agentrl.sandbox.lease import lease
-from agentrl.sandbox.shared import IDLE
+from agentrl.sandbox.shared_containers import IDLE
 from benchmarks import stored
 
 CODE = "import csv, json\nprint(sum(range(100)))"

@@ -22,8 +22,8 @@ import torch
 import zstandard
 
 from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.learner.logprobs import LogprobHead
 from agentrl.learner.packing import MicroBatch, micro_batch
+from agentrl.learner.token_scorer import LogprobHead
 from agentrl.records import Completion, Sample, SamplingParams, codec
 from agentrl.records.sampling import Supports
 from agentrl.serving import TokenClient, VLLMServer

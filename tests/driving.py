@@ -29,7 +29,7 @@ from agentrl.sandbox import select_backend
 from agentrl.session import opening
 from agentrl.session.judge_servers import JudgeServers
 from agentrl.task import GroupSchedule
-from agentrl.task.taught import TaughtGroups
+from agentrl.task.group_tasks import TaughtGroups
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from tests.chats import chat_of, shared_tokenizer
 

@@ -25,7 +25,7 @@ from agentrl.config.section import Needs, Section, named_section_of, section_of
 from agentrl.errors import RecipeError
 from agentrl.evaluation.policies import find_policy, make_part
 from agentrl.failure.triage import load_rules
-from agentrl.judge.naming import load_judge
+from agentrl.judge.failure_judge import load_judge
 from agentrl.testing.chat_server import ChatServer, Says
 from tests.failure import traces
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agentrl.agent.arguments import problems
-from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
-from agentrl.agent.fence import Fence
+from agentrl.agent.escaping import Fence
 from agentrl.agent.forms import Frame, Reading
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
+from agentrl.agent.template_probe import SHOWN, Found, find_form, rewrites
 from agentrl.errors import UserError
 from agentrl.records import Message, ToolCall
 from agentrl.records.limits import Thinking

@@ -2,7 +2,7 @@
 
 If a tool raises on its arguments or returns no valid outcome, the agent gets an error. An outage of what the tool depends on
 (`agentrl.base.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt is retried. The
-exception is an outage that the arguments provoked (`agentrl.agent.provoked`): otherwise an agent could end its attempts that way and
+exception is an outage that the arguments provoked (`agentrl.agent.outage_blame`): otherwise an agent could end its attempts that way and
 choose which of them count. To find out, the call is repeated for `PATIENCE_S` if the tool has answered others; an outage that is over by
 then costs nothing. Sandbox faults are infrastructure faults, even if a tool hides them.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from agentrl.agent.provoked import Caller, CallRecord, Case
+from agentrl.agent.outage_blame import Caller, CallRecord, Case
 from agentrl.agent.tools import MAX_TEXT, OUTAGE, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
 from agentrl.base import loop_lag, user_code
 from agentrl.base.outages import Outage, outage

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.agent.template import SHIPPED
-from agentrl.base.causes import short
+from agentrl.base.error_text import short
 from agentrl.base.processes import alarm
 from agentrl.errors import UserError
 from agentrl.records import Message

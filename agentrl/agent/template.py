@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.base import foreign_files
+from agentrl.base import untrusted_files
 from agentrl.base.files import sha256_file
 from agentrl.base.processes import importing_from
 from agentrl.errors import UserError
@@ -59,7 +59,7 @@ def read_template(name: str, root: Path) -> str:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
     try:
-        content = foreign_files.content(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
+        content = untrusted_files.content(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
     except (OSError, ValueError):
         raise UserError(
             f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED)}) nor a file", fix=f"name one of them, or make {path}"

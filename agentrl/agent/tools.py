@@ -39,7 +39,7 @@ OUTAGE = "mcp_outage"
 class Fault(Exception):
     """A failed call. The agent is shown `text`, and the episode's record has `kind`.
 
-    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.provoked`).
+    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.outage_blame`).
     """
 
     def __init__(self, kind: str, text: str, *, outage: Outage | None = None) -> None:

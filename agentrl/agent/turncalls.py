@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from agentrl.agent.invoke import Called, call_tool
-from agentrl.agent.provoked import Caller
+from agentrl.agent.outage_blame import Caller
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
 from agentrl.errors import InfrastructureError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zstandard
 
-from agentrl.base import foreign_files
+from agentrl.base import untrusted_files
 
 _RETRY_S = 0.01
 _STEPS = 20_000  # instructions of SQLite's virtual machine between two checks of the time
@@ -88,7 +88,7 @@ def check_files(path: Path) -> None:
     """
     for end in ("", "-wal", "-shm", "-journal"):
         try:
-            foreign_files.check(path.with_name(path.name + end), inside=path.parent)
+            untrusted_files.check(path.with_name(path.name + end), inside=path.parent)
         except FileNotFoundError:
             if path.with_name(path.name + end).is_symlink():
                 raise NotOurs(f"{path.name}{end} is a link to a file that does not exist") from None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentrl.base import foreign_files
+from agentrl.base import untrusted_files
 
 _MOST_OF_LINES = 4 << 30  # maximum bytes of a file of lines
 _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
@@ -160,7 +160,7 @@ def whole_lines(path: Path) -> list[bytes]:
     """The lines of a file, without line ends; empty if the file is missing. Excludes an incomplete last line. Raises `ValueError` if the
     path is not a regular file."""
     try:
-        return foreign_files.content(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
+        return untrusted_files.content(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from agentrl.base.causes import chain
+from agentrl.base.error_text import chain
 from agentrl.base.user_code import describe, text_of
 
 _LONGEST_CHAIN = 64  # exceptions that are looked at, causes and members of groups included

@@ -19,7 +19,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
 from agentrl.base import loop_lag
-from agentrl.base.causes import leaves, location
+from agentrl.base.error_text import leaves, location
 from agentrl.base.secrets import redacted
 from agentrl.errors import InfrastructureError, SandboxUnavailable
 

@@ -21,30 +21,30 @@ from rich.progress import Progress
 from rich.table import Table
 
 from agentrl.agent import load_tools
+from agentrl.agent.run_tools import declared, pinned
 from agentrl.agent.tools import show
-from agentrl.agent.toolsource import declared, pinned
 from agentrl.base import user_code
 from agentrl.base.scores import alike
 from agentrl.check import cheats
+from agentrl.check.family_source import FamilySource, draw_name, sizes
 from agentrl.check.findings import Proof, examples, plural, unique
 from agentrl.check.image_files import ImageFiles, image_files
 from agentrl.check.leaks import findings_of
 from agentrl.check.null_answers import prove_null_answers
 from agentrl.check.purity import prove_purity
 from agentrl.check.separation import prove_separation
-from agentrl.check.source import FamilySource, draw_name, sizes
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import Golden, prove_verifiers
 from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
-from agentrl.observe.left_out import printable
+from agentrl.observe.exclusions import printable
 from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
 from agentrl.reward import TaskScorer
-from agentrl.reward.asking import prepare
-from agentrl.reward.together import GroupScorer, load_group_judge
+from agentrl.reward.group_judging import GroupScorer, load_group_judge
+from agentrl.reward.verifier_call import prepare
 from agentrl.sandbox import conformance, open_backend, open_sandboxes, select_backend
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.session.ending import closed_after

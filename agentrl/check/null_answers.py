@@ -16,7 +16,7 @@ from agentrl.check.verifiers import Golden, quiet
 from agentrl.protocols.group_judge import WAITS
 from agentrl.records import Episode, Message, Score, ScoredEpisode, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import TaskScorer
-from agentrl.reward.together import GroupScorer
+from agentrl.reward.group_judging import GroupScorer
 from agentrl.task.leaks import truths
 from agentrl.task.outputs import example
 

@@ -18,9 +18,9 @@ from agentrl.check.check import GOLD, CaseResult, prove_tasks
 from agentrl.check.findings import Proof
 from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.failure.case import Case, Suite
+from agentrl.failure.overlap import Withheld
 from agentrl.failure.practice import Practiced, practiced
 from agentrl.failure.practice_mutants import MUTATED, mutants, truth_free_gold
-from agentrl.failure.twins import Withheld
 from agentrl.protocols import SandboxBackend, TaskFamily, VariedFamily
 from agentrl.records import Split, Task
 from agentrl.task.outputs import produce

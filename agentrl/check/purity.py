@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentrl.check.elsewhere import draw_elsewhere
+from agentrl.check.family_source import Draw, FamilySource, digests, draw_name
 from agentrl.check.findings import Finding, Proof, clipped, examples, plural
-from agentrl.check.source import Draw, FamilySource, digests, draw_name
+from agentrl.check.subprocess_draw import draw_elsewhere
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split
 from agentrl.task import make_task

@@ -13,7 +13,7 @@ from agentrl.agent.mcp.servers import PREFIX
 from agentrl.agent.toolbox import Kept
 from agentrl.base import user_code
 from agentrl.base.processes import alarm
-from agentrl.check import odd
+from agentrl.check import malformed
 from agentrl.check.findings import Finding, Proof, clipped, examples, plural
 from agentrl.errors import SandboxError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
@@ -92,7 +92,7 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
     bad: dict[str, list[str]] = {}
     sandbox: Sandbox | None = None
     try:
-        for what, arguments in odd.arguments(properties).items():
+        for what, arguments in malformed.arguments(properties).items():
             if sandbox is None and tool.needs_sandbox:
                 sandbox = await sandboxes.open(task.sandbox, files=task.contents())
             if problem := await _call(tool, arguments, sandbox, task):

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.base.scores import above
-from agentrl.check import odd
+from agentrl.check import malformed
 from agentrl.check.findings import Finding, Proof, clipped, examples, plural
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
@@ -78,9 +78,9 @@ async def quiet() -> AsyncIterator[None]:
 def _odd_episodes(task: Task, golden: Golden | None) -> list[tuple[str, Episode]]:
     nothing = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
     if not task.outputs:
-        return [(what, replace(nothing, answer=answer)) for what, answer in odd.ANSWERS.items()]
+        return [(what, replace(nothing, answer=answer)) for what, answer in malformed.ANSWERS.items()]
     paths = list(golden.episode.outputs) if golden is not None else []
-    return [(what, replace(nothing, outputs=dict.fromkeys(paths[:4], data))) for what, data in odd.FILES.items()] if paths else []
+    return [(what, replace(nothing, outputs=dict.fromkeys(paths[:4], data))) for what, data in malformed.FILES.items()] if paths else []
 
 
 def _problem(score: Score) -> str:

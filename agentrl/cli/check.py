@@ -21,7 +21,7 @@ from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
     from agentrl.check.check import CheckReport
-    from agentrl.check.source import FamilySource
+    from agentrl.check.family_source import FamilySource
 
 BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, all, or anybody's: module:attr.")]
 ImageFolder = Annotated[str, typer.Option(help="Folder that holds an image.toml.")]
@@ -111,7 +111,7 @@ def sandbox_attack(
 
 def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
     """The task family and the sandbox settings that a folder of task folders, or a recipe file, means."""
-    from agentrl.check.source import FamilySource
+    from agentrl.check.family_source import FamilySource
 
     if target.is_dir():
         if overrides:

@@ -23,7 +23,7 @@ from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
     from agentrl.failure.collection import Collection
-    from agentrl.failure.rows import Row, Wanted
+    from agentrl.failure.listing import Row, Wanted
     from agentrl.failure.trace import Trace
     from agentrl.failure.triage import Rule
     from agentrl.records import EpisodeState
@@ -57,7 +57,7 @@ def list_failures(
 ) -> None:
     """Count the failures of a run by tag, kind, version and phase, and list the newest of those that are kept."""
     from agentrl.failure.digest import digest_of
-    from agentrl.failure.tell import line
+    from agentrl.failure.render import line
 
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, why=why)
@@ -98,7 +98,7 @@ def show(
     run: RunFolder, trace: Annotated[str, typer.Argument(help="Id of a trace, as `list` shows it.")], as_json: JsonFlag = False
 ) -> None:
     """Show a trace whole: what was asked, every turn with calls and outputs, the failing one marked, score and evidence."""
-    from agentrl.failure.tell import told
+    from agentrl.failure.render import told
     from agentrl.records import codec
 
     with _opened(run) as collection:
@@ -164,7 +164,7 @@ def tag_failures(
 async def _named(collection: Collection, wanted: Wanted, rules: Sequence[Rule], reference: str) -> dict[str, str]:
     """Asks rules, and the judge where none is sure, about every trace that is wanted: id -> what they name it."""
     from agentrl.failure.triage import REST, by_judge, by_rules, renamed
-    from agentrl.judge.naming import load_judge
+    from agentrl.judge.failure_judge import load_judge
 
     judge = load_judge(reference) if reference else None
     if judge is not None:
@@ -211,7 +211,7 @@ def cluster(
     """Put failures that are alike together, by tags, tools and errors (or by embeddings), the largest clusters first."""
     from agentrl.failure.clusters import ALIKE, ALIKE_EMBEDDED, clusters, digested
     from agentrl.failure.features import described
-    from agentrl.failure.tell import line
+    from agentrl.failure.render import line
 
     embedding = None
     if embed:
@@ -292,7 +292,7 @@ def promote_failures(
         raise _none_chosen(run, selected)
     starts: dict[str, EpisodeState | None] = {}
     if from_turn:
-        from agentrl.evaluation.starts import starts_of
+        from agentrl.evaluation.replay import starts_of
 
         starts = asyncio.run(starts_of(run, found, from_turn))
     done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
@@ -341,7 +341,7 @@ def minimize(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a case smaller while the policy still fails it: fewer messages, files and lines, each proven to be solvable."""
-    from agentrl.check.smaller import make_smaller
+    from agentrl.check.minimize import make_smaller
     from agentrl.cli.recipes import load_recipe
     from agentrl.evaluation.policies import find_policy
     from agentrl.evaluation.regressions import prepared
@@ -369,7 +369,7 @@ def import_failures(
     from agentrl.failure.collection import Collection
     from agentrl.failure.digest import write_digest
     from agentrl.failure.formats import Unreadable, read
-    from agentrl.failure.tell import line
+    from agentrl.failure.render import line
     from agentrl.failure.triage import by_rules
 
     asked, told, kept, seen = _rules(rules), 0, 0, 0
@@ -430,7 +430,7 @@ def _opened(run: Path) -> Iterator[Collection]:
 
 
 def _wanted(*, ids: Sequence[str] | None = None, **asked: Any) -> Wanted:
-    from agentrl.failure.rows import Wanted
+    from agentrl.failure.listing import Wanted
 
     return Wanted(ids=tuple(ids or ()), **asked)
 

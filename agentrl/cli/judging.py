@@ -53,7 +53,7 @@ def calibrate(
     from agentrl.judge.calibrate import calibrate as measure
     from agentrl.judge.calibration import save
     from agentrl.judge.labels import read_labels
-    from agentrl.judge.telling import data, picture, told
+    from agentrl.judge.report import data, picture, told
 
     root = project_root((recipe or Path.cwd() / "x").absolute())
     add_project_root(root)

@@ -14,8 +14,8 @@ from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe
 from agentrl.config.recipe import Recipe
 from agentrl.failure.case import Suite, load_suite
+from agentrl.failure.overlap import Withheld, withheld
 from agentrl.failure.practice import save_practice
-from agentrl.failure.twins import Withheld, withheld
 from agentrl.session.ending import closed_after
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count:
     from agentrl.check.practice import check_count, make_practice
     from agentrl.sandbox import open_sandboxes
     from agentrl.session.judges_alone import judges_served
-    from agentrl.session.practising import measured_tasks
+    from agentrl.session.run_practice import measured_tasks
     from agentrl.task import open_family
 
     check_count(count, cases)

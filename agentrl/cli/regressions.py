@@ -18,7 +18,7 @@ from agentrl.cli.suites import rates, told
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite, find_suites
-from agentrl.failure.tell import line
+from agentrl.failure.render import line
 from agentrl.session.ending import explain, stopped
 
 if TYPE_CHECKING:

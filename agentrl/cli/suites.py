@@ -18,7 +18,7 @@ from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import loading, run_folder
 from agentrl.errors import UserError
 from agentrl.evaluation import Comparison, Results, Scores, compare, power, results
-from agentrl.evaluation.paired import ALPHA, MARGIN
+from agentrl.evaluation.comparison import ALPHA, MARGIN
 from agentrl.evaluation.results import Figures
 from agentrl.failure.case import Suite, check_asked, load_suite
 from agentrl.gate.rule import passes

@@ -18,7 +18,7 @@ from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import find_policy
-from agentrl.evaluation.requests import Requests
+from agentrl.evaluation.request_options import Requests
 from agentrl.session.folder import finished
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
     from agentrl.judge import Spent
-    from agentrl.observe.left_out import printable
+    from agentrl.observe.exclusions import printable
     from agentrl.observe.stats import difference
 
     pairs = (

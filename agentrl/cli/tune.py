@@ -13,7 +13,7 @@ from agentrl.config import recipe
 from agentrl.errors import UserError
 from agentrl.experience import open_store
 from agentrl.judge.labels import TextPreference
-from agentrl.judge.showing import Shown
+from agentrl.judge.rendering import Shown
 from agentrl.plugins.references import add_project_root
 from agentrl.records import Group
 from agentrl.supervised.select import Preference, demonstrations, preferences

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from agentrl.base import secrets
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.config import section
 from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig

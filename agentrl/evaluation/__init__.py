@@ -3,7 +3,7 @@
 Pure functions of scores, standard library alone, and the files that an evaluation of a suite is kept in.
 """
 
-from agentrl.evaluation.paired import Comparison, Scores, Verdict, compare
+from agentrl.evaluation.comparison import Comparison, Scores, Verdict, compare
 from agentrl.evaluation.results import About, Attempt, Results
 from agentrl.gate.rule import Judgement, Rule, judge, suspicious
 

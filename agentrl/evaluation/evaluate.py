@@ -14,7 +14,7 @@ from agentrl.base.scores import reaches
 from agentrl.errors import RecipeError
 from agentrl.evaluation.compute import Attempt, Line, against_compute, pass_at
 from agentrl.memory.run_memory import HeldOutNotes
-from agentrl.observe.left_out import reasons
+from agentrl.observe.exclusions import reasons
 from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task

@@ -13,10 +13,10 @@ from typing import Any
 from agentrl.evaluation.results import Attempt
 from agentrl.failure.capture import why
 from agentrl.failure.case import Case
-from agentrl.failure.tell import line, told
+from agentrl.failure.render import line, told
+from agentrl.failure.timeline import clip
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.triage import Rule, by_rules, name_of
-from agentrl.failure.view import clip
 from agentrl.gate.rule import passes
 from agentrl.records import ScoredEpisode
 

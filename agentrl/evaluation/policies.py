@@ -10,14 +10,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agentrl.base import foreign_files
-from agentrl.base.causes import short
+from agentrl.base import untrusted_files
+from agentrl.base.error_text import short
 from agentrl.config.recipe import Recipe, build, load
 from agentrl.errors import PluginError, RecipeError, UserError
 from agentrl.evaluation import suite_tasks
-from agentrl.evaluation.requests import Requests
+from agentrl.evaluation.request_options import Requests
 from agentrl.failure.case import Suite
-from agentrl.failure.tell import line
+from agentrl.failure.render import line
 from agentrl.judge.endpoint import checked_url
 from agentrl.plugins import parts
 from agentrl.plugins.references import project_root
@@ -106,7 +106,7 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
     root = root_of(suites).resolve()
     shown = f"{settings}: policy = {line(named, _SHOWN)!r}"
     typed = named if Path.cwd().resolve() == root else str(root / named)
-    path = foreign_files.located(named, root)
+    path = untrusted_files.located(named, root)
     version = None if path is None else version_folder(typed)
     used = version or ([] if path is None else [path])  # the run has the recipe, and its version may be a link
     if not used or not all(folder.is_relative_to(root) for folder in used):
@@ -226,7 +226,7 @@ def carried(model: Path) -> dict[str, Any]:
     path = model / SAMPLING
     try:
         if path.is_file():
-            found = json.loads(foreign_files.content(path, most=_LARGEST, inside=model))
+            found = json.loads(untrusted_files.content(path, most=_LARGEST, inside=model))
         elif model.parent.name == "versions" and (model.parent.parent / "recipe.json").is_file():
             found = load(model.parent.parent / "recipe.json").evaluation.model_dump(mode="json")
         else:

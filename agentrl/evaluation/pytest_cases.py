@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.causes import first
+from agentrl.base.error_text import first
 from agentrl.base.user_code import describe
 from agentrl.errors import AgentRLError, UserError
 from agentrl.evaluation.outcomes import CaseOutcome, Verdict, details, see_more, short
 from agentrl.evaluation.policies import NamedPolicy, find_policy, recorded_policy
 from agentrl.evaluation.pytest_plugin import suites_among
 from agentrl.evaluation.regressions import Evaluated, Prepared, evaluate, prepared
-from agentrl.evaluation.requests import Requests
+from agentrl.evaluation.request_options import Requests
 from agentrl.failure.case import Case, Suite, find_suites, load_suite
-from agentrl.failure.tell import line
+from agentrl.failure.render import line
 
 _LOOK_S = 0.5  # between two looks while an item waits, so that ctrl-C is heard
 _STOP_S = 120.0  # for servers and sandboxes to end

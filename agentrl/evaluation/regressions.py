@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.toolsource import declared, pinned, with_sub_agents
+from agentrl.agent.run_tools import declared, pinned, with_sub_agents
 from agentrl.base.processes import age_s
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
@@ -20,7 +20,7 @@ from agentrl.evaluation import Results, results
 from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoTokens
 from agentrl.evaluation.outcomes import CaseOutcome, Verdict, outcome_of
 from agentrl.evaluation.policies import NamedPolicy, Source, check_part, make_part, recipe_for, root_of
-from agentrl.evaluation.starts import begins_late, check_starts
+from agentrl.evaluation.replay import begins_late, check_starts
 from agentrl.evaluation.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
 from agentrl.failure import Capture, FaultRate
 from agentrl.failure.case import Baseline, Case, Suite, check_asked, load_suite, save_case
@@ -35,10 +35,10 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sandbox import open_sandboxes
 from agentrl.session import preflight
-from agentrl.session.copies import check_copies
 from agentrl.session.ending import closing_in_turn, kept_going
 from agentrl.session.folder import Start, check_disk, claimed, write_start
 from agentrl.session.opening import opened
+from agentrl.session.snapshot_check import check_copies
 from agentrl.task import make_task, open_family
 
 PHASE = "eval"

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import commit_folder, json_line, part_folder
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.errors import UserError
 from agentrl.evaluation import intervals
-from agentrl.evaluation.paired import Scores
+from agentrl.evaluation.comparison import Scores
 from agentrl.evaluation.passes import mean_pass_at_k
 from agentrl.gate.rule import passes
 from agentrl.records import codec

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from agentrl.base import foreign_files
+from agentrl.base import untrusted_files
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
@@ -49,7 +49,7 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
     for reference in (*case.task.verifiers, *case.task.tools):
         module, colon, _ = reference.rpartition(":")
         if module.endswith(".py"):
-            file = foreign_files.located(module, Path.cwd())
+            file = untrusted_files.located(module, Path.cwd())
             if file is None:
                 yield reference, "which is not a path"
             elif not file.is_relative_to(root):
@@ -63,7 +63,7 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code that came with the suite"
     image = case.task.sandbox.image
-    path = foreign_files.located(image, root)
+    path = untrusted_files.located(image, root)
     if path is None:
         yield image, "an image whose name is not a path"
     elif not path.is_relative_to(root):

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.agent.toolsource import declared
+from agentrl.agent.run_tools import declared
 from agentrl.base import user_code
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.evaluation import About, Attempt, Results, results
+from agentrl.evaluation.replay import begins_late, check_starts
 from agentrl.evaluation.results import suite_sha256
-from agentrl.evaluation.starts import begins_late, check_starts
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.digest import write_digest
-from agentrl.observe.left_out import reason_of
+from agentrl.observe.exclusions import reason_of
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Failure, PolicyVersion, SandboxSpec, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout import GroupRunner

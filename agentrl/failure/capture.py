@@ -17,7 +17,7 @@ from agentrl.base.scores import reaches
 from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.rows import Count, count_of, kind_of, newest_version
+from agentrl.failure.listing import Count, count_of, kind_of, newest_version
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.triage import Rule, by_rules, load_rules
 from agentrl.records import Group, ScoredEpisode, Task

@@ -18,7 +18,7 @@ from typing import Any
 
 from agentrl.base import toml
 from agentrl.base.files import write
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
 from agentrl.records import EpisodeState, Task, codec

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.base import foreign_files
+from agentrl.base import untrusted_files
 from agentrl.base.database import NotOurs, check_files, enter_wal, make_tables, packed, pragma, protect, transaction, unpacked, within
 from agentrl.errors import StoreError, UserError
-from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
+from agentrl.failure.listing import Count, Row, Wanted, count_of, kind_of, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
 from agentrl.failure.triage import name_of
 from agentrl.records import codec
@@ -91,7 +91,7 @@ class Collection:
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         if not make:
             with _translated(self.path):
-                foreign_files.check(self.path, inside=folder)
+                untrusted_files.check(self.path, inside=folder)
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_files(self.path)

@@ -10,11 +10,11 @@ from typing import Any
 from agentrl.base.files import write
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.rows import Wanted
-from agentrl.failure.tell import decisive
+from agentrl.failure.listing import Wanted
+from agentrl.failure.render import decisive
+from agentrl.failure.timeline import View, clip, view
 from agentrl.failure.trace import Trace
 from agentrl.failure.triage import name_of
-from agentrl.failure.view import View, clip, view
 
 DIGEST = "failures/failures.json"
 _TAGS = 12  # told apart

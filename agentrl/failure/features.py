@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from agentrl.failure.answers import lines
+from agentrl.failure.timeline import View, view
 from agentrl.failure.trace import Trace
 from agentrl.failure.triage import name_of
-from agentrl.failure.view import View, view
 
 MOST = 64
 """Features of one trace, the first ones."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.failure.trace import Trace

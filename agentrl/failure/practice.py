@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import write
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.errors import UserError
 from agentrl.failure.case import Case
-from agentrl.failure.twins import Withheld
+from agentrl.failure.overlap import Withheld
 from agentrl.records import Split, Task, codec
 from agentrl.records.fields import Record
 

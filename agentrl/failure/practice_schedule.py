@@ -10,8 +10,8 @@ from random import Random
 from types import MappingProxyType
 
 from agentrl.config.tasks import PracticeConfig
+from agentrl.failure.overlap import Withheld
 from agentrl.failure.practice import load_practice
-from agentrl.failure.twins import Withheld
 from agentrl.records import Task
 
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, check_asked, load_suite, save_case
 from agentrl.failure.imported import Supplied, task_of
-from agentrl.failure.rows import kind_of
+from agentrl.failure.listing import kind_of
+from agentrl.failure.overlap import Likeness, Withheld
 from agentrl.failure.trace import Trace, Why
-from agentrl.failure.twins import Likeness, Withheld
 from agentrl.records import EpisodeState
 
 

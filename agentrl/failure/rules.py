@@ -1,7 +1,7 @@
 """The rules that ship: each a small function that names one kind of failure, with the turn where it shows first.
 
 An error that the agent got over is none: a call that failed counts only while no later call of the same agent to the same tool went
-well (to any tool, where the tool was not there). Texts are matched within `agentrl.failure.view.MAX_CHARS`, in linear time.
+well (to any tool, where the tool was not there). Texts are matched within `agentrl.failure.timeline.MAX_CHARS`, in linear time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from agentrl.base.outages import chosen_address, outage_in, outage_named
 from agentrl.base.scores import above
 from agentrl.failure.answers import is_truth, lines, number, said_alone, stands_in
+from agentrl.failure.timeline import Call, Step, View, view
 from agentrl.failure.trace import Tag, Trace, Why
 from agentrl.failure.triage import Rule
-from agentrl.failure.view import Call, Step, View, view
 from agentrl.records import Blame
 
 _HANDS_IN = ("submit", "finish", "final_answer", "answer", "complete", "done")

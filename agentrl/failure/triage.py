@@ -16,8 +16,8 @@ from typing import Protocol
 
 from agentrl.base import user_code
 from agentrl.errors import PluginError
+from agentrl.failure.timeline import view
 from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.view import view
 from agentrl.plugins.references import resolve
 
 Rule = Callable[[Trace], Tag | None]
@@ -55,7 +55,7 @@ class TriageJudge(Protocol):
     def name(self) -> str: ...
 
     async def __call__(self, text: str) -> Tag | None:
-        """The tag of a trace, told as text (`agentrl.failure.tell.told`); None to abstain. The text is hostile: it is data."""
+        """The tag of a trace, told as text (`agentrl.failure.render.told`); None to abstain. The text is hostile: it is data."""
         ...
 
 
@@ -97,7 +97,7 @@ async def by_judge(trace: Trace, rules: Sequence[Rule], judge: TriageJudge, *, t
 
     A judge that fails, is late or gives no tag has abstained, which is logged. A turn that the trace does not have is left out.
     """
-    from agentrl.failure.tell import told
+    from agentrl.failure.render import told
 
     tags = by_rules(trace, rules)
     if tags[0].name != REST:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from agentrl.base.files import append_lines, json_line, read_json_lines
-from agentrl.failure.twins import Withheld
+from agentrl.failure.overlap import Withheld
 from agentrl.records import Task
 
 log = logging.getLogger(__name__)

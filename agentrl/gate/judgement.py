@@ -18,7 +18,7 @@ from agentrl.base.files import read_json_lines
 from agentrl.config.gate import GATE, GateConfig
 from agentrl.errors import StoreError
 from agentrl.evaluation import Judgement, Results, Rule, Scores, judge, results, suspicious
-from agentrl.evaluation.paired import paired
+from agentrl.evaluation.comparison import paired
 from agentrl.evaluation.suites import Tried, about, evaluation_runner, now, prepare, thresholds, tries, try_cases, words_of
 from agentrl.failure.case import Suite
 from agentrl.gate.rule import passes
@@ -26,7 +26,7 @@ from agentrl.gate.verdict import FILE, GateVerdict, Outcome, Regression, evaluat
 from agentrl.observe import Rate
 from agentrl.records import PolicyVersion, VersionState, codec
 from agentrl.rollout import Admission, GroupRunner, Pace
-from agentrl.serving.served import to_serve
+from agentrl.serving.supervisor import to_serve
 from agentrl.session import measure
 from agentrl.session.opening import Run
 from agentrl.version import rollback

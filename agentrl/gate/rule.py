@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from agentrl.base.scores import above, reaches
+from agentrl.evaluation.comparison import Scores, paired
 from agentrl.evaluation.exact import fisher_less, holm, sign_flips
-from agentrl.evaluation.paired import Scores, paired
 from agentrl.records.fields import Record
 
 _SPENT = 0.7

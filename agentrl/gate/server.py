@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.config.recipe import Recipe
 from agentrl.protocols import VersionRegistry
 from agentrl.records import PolicyVersion
-from agentrl.serving.served import ServedPolicy
+from agentrl.serving.supervisor import ServedPolicy
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from agentrl.evaluation.paired import Scores
+from agentrl.evaluation.comparison import Scores
 from agentrl.gate.rule import Judgement, Rule, judge, suspicious
 
 

@@ -4,7 +4,7 @@
 requests of one program with what its episode's policy samples.
 """
 
-from agentrl.gateway.outside import Outside
+from agentrl.gateway.program import Outside
 from agentrl.gateway.rewards import posted_reward
 from agentrl.gateway.server import Gateway
 from agentrl.gateway.session import Session

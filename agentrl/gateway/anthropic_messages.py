@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import (
+from agentrl.gateway.request import (
     EFFORTS,
     MAX_BODY,
     MAX_TOOLS,

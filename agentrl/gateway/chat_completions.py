@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import (
+from agentrl.gateway.request import (
     EFFORTS,
     MAX_TOOLS,
     Answer,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import Asked, Refused
+from agentrl.gateway.request import Asked, Refused
 from agentrl.gateway.schemas import ANY_OBJECT, Schemas
 from agentrl.gateway.tokens import Chat
 

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-from agentrl.gateway.asked import Asked, Said, split_reasoning
+from agentrl.gateway.request import Asked, Said, split_reasoning
 from agentrl.gateway.tokens import Parsed
 from agentrl.protocols import LiveTrajectory
 from agentrl.records import Parent, ToolCall

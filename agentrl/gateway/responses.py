@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway import chat_completions
-from agentrl.gateway.asked import (
+from agentrl.gateway.request import (
     EFFORTS,
     MAX_BODY,
     MAX_TOOLS,

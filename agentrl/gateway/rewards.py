@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.gateway.asked import Refused, fields, mapping, text
+from agentrl.gateway.request import Refused, fields, mapping, text
 from agentrl.records import Episode, Score, Task
 
 WAIT_S = 20.0

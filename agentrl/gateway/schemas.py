@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import Refused, given, inside, listed, mapping, storable, text
+from agentrl.gateway.request import Refused, given, inside, listed, mapping, storable, text
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512

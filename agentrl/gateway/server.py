@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from agentrl.base import loop_lag, user_code
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.asked import Answer, Asked, Refused
 from agentrl.gateway.connections import HALF_CLOSED, bounded
+from agentrl.gateway.request import Answer, Asked, Refused
 from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.session import Session
 from agentrl.gateway.wire import REQUEST_ID, Identified, body_of, check_source, event_bytes, is_retry, json_response, key_of, watch

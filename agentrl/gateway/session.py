@@ -15,9 +15,9 @@ from typing import Any
 
 from agentrl.base import loop_lag, user_code
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError
-from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, said
 from agentrl.gateway.constraint import constraint
 from agentrl.gateway.graph import Graph, Node, Place, alike
+from agentrl.gateway.request import Answer, Asked, Called, Refused, Said, said
 from agentrl.gateway.tokens import NotAppended, Parsed, Tokens, stopped, until
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Blame, Completion, Failure, Message, Parent, ToolResult

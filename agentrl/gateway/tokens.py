@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from agentrl.errors import UserError
-from agentrl.gateway.asked import Refused, Said
+from agentrl.gateway.request import Refused, Said
 from agentrl.records import Completion, Message, ToolCall
 from agentrl.records.sampling import Supports
 

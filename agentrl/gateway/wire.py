@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.asked import MAX_BODY, Refused, read_json
 from agentrl.gateway.connections import HALF_CLOSED
+from agentrl.gateway.request import MAX_BODY, Refused, read_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.base.files import write
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 

@@ -14,12 +14,12 @@ from typing import Any, Literal, Self
 from agentrl.base import user_code
 from agentrl.base.scores import reaches
 from agentrl.errors import InfrastructureError, UserError
-from agentrl.judge.asking import digest
 from agentrl.judge.calibration import check_demands, require
 from agentrl.judge.ledger import Spent
+from agentrl.judge.query import digest
 from agentrl.protocols import Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
+from agentrl.reward.verifier_call import ask, limit_of, needs_sandboxes, prepare
 
 _TIMEOUT_S = 30.0  # of a member that does not say how long it may take
 _OTHER_PARTS = ("", "disagreement", "judges")

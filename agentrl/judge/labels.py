@@ -17,8 +17,8 @@ from typing import Any
 from agentrl.base.files import whole_lines
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
+from agentrl.judge.rendering import Shown
 from agentrl.judge.reward_record import text as text_of
-from agentrl.judge.showing import Shown
 from agentrl.records import Episode, Message, SandboxSpec, Split, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.records.fields import json_object, text
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.judge import verdict
-from agentrl.judge.asking import Heard, Question, digest
-from agentrl.judge.hollow import hollow
 from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.quoting import cut
-from agentrl.judge.showing import answer, asked, question, reference_of
+from agentrl.judge.non_answers import hollow
+from agentrl.judge.query import Heard, Question, digest
+from agentrl.judge.rendering import answer, asked, question, reference_of
+from agentrl.judge.untrusted import cut
 from agentrl.protocols.group_judge import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 

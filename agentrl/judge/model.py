@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from agentrl.judge.asking import MAX_KEPT, WORDING, Asker, Heard, digest
 from agentrl.judge.calibration import check_demands, require
 from agentrl.judge.endpoint import Endpoint
 from agentrl.judge.ledger import FILE, Budget, Ledger, Spent
+from agentrl.judge.query import MAX_KEPT, WORDING, Asker, Heard, digest
 from agentrl.judge.servers import Served
 from agentrl.records import Blame, Score
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentrl.judge import verdict
-from agentrl.judge.asking import Heard, Question
-from agentrl.judge.hollow import hollow
 from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.quoting import cut
-from agentrl.judge.showing import MAX_ANSWER, answer, asked, question, reference_of
+from agentrl.judge.non_answers import hollow
+from agentrl.judge.query import Heard, Question
+from agentrl.judge.rendering import MAX_ANSWER, answer, asked, question, reference_of
+from agentrl.judge.untrusted import cut
 from agentrl.records import Episode, Score, Task
 
 Side = Literal["first", "second", "tie"]

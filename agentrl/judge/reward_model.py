@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal
 
 from agentrl.errors import UserError
 from agentrl.judge.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, usage
-from agentrl.judge.hollow import hollow
 from agentrl.judge.model import ModelJudge, unscored
+from agentrl.judge.non_answers import hollow
+from agentrl.judge.rendering import asked, reference_of
 from agentrl.judge.reward_record import RewardRecord, load, text, tokens
 from agentrl.judge.servers import Served
-from agentrl.judge.showing import asked, reference_of
 from agentrl.judge.verdict import Unreadable
 from agentrl.records import Episode, Score, Task
 

@@ -15,11 +15,11 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.base.files import sha256_file, write
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.judge.quoting import neutral
-from agentrl.judge.showing import Shown, shown
+from agentrl.judge.rendering import Shown, shown
+from agentrl.judge.untrusted import neutral
 from agentrl.records import Episode, Task
 
 FILE = "reward_model.json"

@@ -8,10 +8,10 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.judge import verdict
-from agentrl.judge.asking import Question
-from agentrl.judge.hollow import hollow
 from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.showing import Shown, asked, reference_of, shown
+from agentrl.judge.non_answers import hollow
+from agentrl.judge.query import Question
+from agentrl.judge.rendering import Shown, asked, reference_of, shown
 from agentrl.records import Episode, Score, Task
 
 

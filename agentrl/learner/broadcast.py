@@ -1,6 +1,6 @@
 """Sending published weights to the server over NCCL, and reconnecting when the server was restarted.
 
-The driver writes the address and key of its server to `server.json` (`agentrl.serving.served`); without a server there is no such file. A
+The driver writes the address and key of its server to `server.json` (`agentrl.serving.supervisor`); without a server there is no such file. A
 broken channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an
 error, is restarted from its checkpoint, and brings the server up to date before it goes on.
 """
@@ -20,7 +20,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
 from agentrl.serving.access import headers as access
-from agentrl.version.announcement import Server, announced
+from agentrl.version.server_address import Server, announced
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
@@ -28,7 +28,7 @@ _ASK_S = 30.0
 
 
 class Channel(Protocol):
-    """The result of `agentrl.learner.weight_source.connect`."""
+    """The result of `agentrl.learner.nccl_source.connect`."""
 
     def send_weights(self) -> None: ...
 
@@ -96,7 +96,7 @@ class Broadcaster:
 
 
 def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[Any, Channel]:
-    from agentrl.learner.weight_source import connect
+    from agentrl.learner.nccl_source import connect
     from agentrl.serving.trainer_client import PausedServerClient
 
     def waiting() -> None:

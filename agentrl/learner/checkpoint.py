@@ -27,10 +27,10 @@ from agentrl.errors import LearnerError
 from agentrl.learner.critic import Critic
 from agentrl.learner.disk import writing
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.reshape import layout, layout_of, load_reshaped
 from agentrl.learner.tensor_files import read, tensors_only
+from agentrl.learner.universal_checkpoint import layout, layout_of, load_reshaped
+from agentrl.learner.update_guard import Counts
 from agentrl.records import codec
 from agentrl.records.fields import Record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentrl.base.causes import disk_full
+from agentrl.base.error_text import disk_full
 from agentrl.errors import DiskFull, LearnerError
 
 

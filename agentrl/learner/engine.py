@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config.recipe import Recipe
-from agentrl.learner import forest_attention, kernels, lora
+from agentrl.learner import causal_lm, forest_attention, lora
 from agentrl.learner.gradient_gate import gradient_gate
-from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
 from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
 from agentrl.records import Probe
@@ -165,7 +165,7 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     ).to(device)
     _disable_dropout(lm)
     if recipe.learner.kernels == "liger":
-        kernels.fuse(lm)
+        causal_lm.fuse(lm)
     chosen = recipe.learner.gradient_checkpointing
     if chosen or (chosen is None and device.type == "cuda"):
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

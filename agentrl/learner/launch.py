@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from agentrl.base.processes import die_with_parent, imports_kept
-from agentrl.learner.exit_reason import ExitReason, send
+from agentrl.learner.driver_reports import ExitReason, send
 
 LOOPBACK = "127.0.0.1"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from agentrl.base.processes import die_with_parent, imports_kept
 from agentrl.base.run_lock import hold_part
 from agentrl.errors import AgentRLError
-from agentrl.learner.exit_reason import ExitReason, send
+from agentrl.learner.driver_reports import ExitReason, send
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from agentrl.base.causes import in_log
+from agentrl.base.error_text import in_log
 from agentrl.base.files import tail
 from agentrl.base.liveness import Liveness
 from agentrl.base.processes import openmp
@@ -17,8 +17,8 @@ from agentrl.base.run_lock import hold_part
 from agentrl.base.secrets import without_secrets
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
-from agentrl.learner.exit_reason import Mailbox
-from agentrl.learner.pulse import Reports
+from agentrl.learner.driver_reports import Mailbox
+from agentrl.learner.progress import Reports
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0

@@ -17,14 +17,14 @@ from torch import Tensor
 from agentrl.config.recipe import CriticConfig
 from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.guard import Guard
+from agentrl.learner.kl_reference import reference_for
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
-from agentrl.learner.reference import reference_for
+from agentrl.learner.update_guard import Guard
 from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, loss_of, policy_loss
 from agentrl.objective.kl import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, over_steps, summarize
+from agentrl.objective.policy_loss import TrainedTokens, loss_of, policy_loss
 from agentrl.objective.values import value_loss
 from agentrl.records import Batch, Sample
 

@@ -31,13 +31,13 @@ from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import ROLLBACK, Setback
+from agentrl.learner.failure_log import FailureLog
+from agentrl.learner.progress import SILENT, Pulse
 from agentrl.learner.publish import probe_rows, publish, version_folder, write_reference
-from agentrl.learner.pulse import SILENT, Pulse
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
+from agentrl.learner.update_guard import ROLLBACK, Setback
 from agentrl.objective import Assembled, assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
 from agentrl.plugins import references
@@ -339,7 +339,7 @@ def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -
 
     Args:
         root: of the project, whose store, estimator and loss the recipe may refer to.
-        pulse: address of the driver's `agentrl.learner.pulse.Reports`; None disables reports.
+        pulse: address of the driver's `agentrl.learner.progress.Reports`; None disables reports.
 
     Raises `PluginError` for such a part that does not resolve or fulfil its protocol, `RecipeError` for a recipe that does not
     validate, `LearnerError` or `StoreError` when the learner cannot go on.

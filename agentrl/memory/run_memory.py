@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agentrl.agent.memory import NOTE, RECALL
 from agentrl.base import user_code
-from agentrl.base.causes import short
+from agentrl.base.error_text import short
 from agentrl.base.files import append_lines, json_line
 from agentrl.config.recipe import Recipe
 from agentrl.config.tools import MemoryConfig

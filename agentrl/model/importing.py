@@ -21,7 +21,7 @@ from typing import Any, Literal
 import agentrl
 from agentrl.agent.template import SHIPPED, one_template, read_template, try_template, try_tokenizer
 from agentrl.base import files
-from agentrl.base.causes import disk_full
+from agentrl.base.error_text import disk_full
 from agentrl.base.installation import install_command
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader, check_data, read_header
@@ -270,7 +270,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat
-    from agentrl.base.causes import short
+    from agentrl.base.error_text import short
     from agentrl.model.tokenizer import load_tokenizer
 
     if header is None:

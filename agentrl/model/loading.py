@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.causes import short
+from agentrl.base.error_text import short
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader
 from agentrl.version.model_folder import check_architecture
@@ -150,7 +150,7 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
     """Reads a written folder as the learner does. Raises `UserError` unless it holds the same bits, scored as the model itself would."""
     from transformers import AutoConfig
 
-    from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
+    from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
 
     gc.collect()  # the model that was saved
     model = load(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), dtype)

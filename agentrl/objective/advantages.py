@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl.base.causes import location, short
+from agentrl.base.error_text import location, short
 from agentrl.base.scores import alike, negligible
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError

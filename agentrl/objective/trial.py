@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agentrl.base.causes import location, short
+from agentrl.base.error_text import location, short
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective.advantages import checked, estimator
@@ -55,7 +55,7 @@ def try_loss(objective: ObjectiveConfig) -> None:
     import torch
 
     from agentrl.objective import losses
-    from agentrl.objective.combined import loss_of
+    from agentrl.objective.policy_loss import loss_of
 
     name, function = objective.loss, loss_of(objective)
     for count in (5, 0):

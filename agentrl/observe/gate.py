@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.rundata import parse
 from agentrl.observe.transcripts import Attempt, shown_between

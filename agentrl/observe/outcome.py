@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.observe.left_out import told
+from agentrl.observe.exclusions import told
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 

@@ -14,14 +14,14 @@ from agentrl.base.files import write
 from agentrl.observe import failures
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.drift import alarms
+from agentrl.observe.exclusions import printable
 from agentrl.observe.formats import Format, duration, interval, maybe, on_a_scale, short
 from agentrl.observe.gate import read_gate
-from agentrl.observe.left_out import printable
+from agentrl.observe.learning_signal import taught_tables
 from agentrl.observe.markup import render
 from agentrl.observe.rundata import RunData, read_run
 from agentrl.observe.stats import Rate, difference
 from agentrl.observe.summary import Summary
-from agentrl.observe.taught import taught_tables
 from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, shown_pair
 
 _EPISODES_SHOWN = 6

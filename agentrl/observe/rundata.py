@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.errors import StoreError
+from agentrl.observe.learning_signal import REQUIRED
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
-from agentrl.observe.taught import REQUIRED
 
 Line = dict[str, Any]
 

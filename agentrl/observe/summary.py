@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.base import files
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.errors import StoreError
 from agentrl.observe.sessions import Session
 from agentrl.observe.stats import Rate

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl import records
-from agentrl.observe.left_out import printable, reason_of
+from agentrl.observe.exclusions import printable, reason_of
 from agentrl.observe.outcome import nothing_learned
 from agentrl.protocols import Interval
 

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.base import user_code
-from agentrl.base.causes import short
+from agentrl.base.error_text import short
 from agentrl.base.files import cut_torn_line
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, JsonValue
 
 from agentrl.base import secrets
-from agentrl.base.causes import location, short
+from agentrl.base.error_text import location, short
 from agentrl.base.user_code import told_as
 from agentrl.errors import AgentRLError, PluginError
 from agentrl.plugins import references

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.base.causes import location, short, shown
+from agentrl.base.error_text import location, short, shown
 from agentrl.base.installation import install_command
 from agentrl.base.user_code import interrupted, told_as
 from agentrl.base.validation import describe

@@ -86,7 +86,7 @@ class ToolSource(Protocol):
     servers: Mapping[str, Any]
     bounds: Mapping[str, Any]
     words: Mapping[str, Any]
-    record: Any  # how the tools answered so far (`agentrl.agent.provoked.CallRecord`)
+    record: Any  # how the tools answered so far (`agentrl.agent.outage_blame.CallRecord`)
 
 
 class EpisodeMemory(Protocol):

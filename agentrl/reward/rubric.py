@@ -26,8 +26,8 @@ from agentrl.errors import PluginError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
 from agentrl.reward.branches import with_branches
+from agentrl.reward.verifier_call import ask, bounds_of, limit_of, needs_sandboxes, prepare
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
 """A verifier, or a reference to one."""

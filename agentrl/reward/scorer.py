@@ -19,9 +19,9 @@ from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import HARMLESS, Late, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
 from agentrl.reward.audit import audited
 from agentrl.reward.branches import with_branches
+from agentrl.reward.verifier_call import HARMLESS, Late, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
 
 log = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 `EpisodeRunner` runs one attempt of an `agentrl.protocols.Agent`, `GroupRunner` retries and groups, `Admission` says when one may begin.
 """
 
+from agentrl.rollout.active import Capture, OnTurn
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.episode import EpisodeRunner, Hosted
+from agentrl.rollout.episode_memory import Forgotten
 from agentrl.rollout.faults import fault, task_fault
 from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
-from agentrl.rollout.life import Capture, OnTurn
 from agentrl.rollout.pace import Pace
-from agentrl.rollout.remembering import Forgotten
 from agentrl.rollout.thinking import bound_of
 
 __all__ = [

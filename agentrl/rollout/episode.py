@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from agentrl.base import user_code
-from agentrl.base.causes import leaves
+from agentrl.base.error_text import leaves
 from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.records.sampling import Sampling
+from agentrl.rollout.active import EpisodeLife, OnTurn
+from agentrl.rollout.episode_memory import memory_of
+from agentrl.rollout.episode_sandbox import contents
 from agentrl.rollout.faults import fault
-from agentrl.rollout.life import EpisodeLife, OnTurn
 from agentrl.rollout.pace import OutOfTime, Pace
-from agentrl.rollout.remembering import memory_of
 from agentrl.rollout.requests import WALL
-from agentrl.rollout.workplace import contents
 from agentrl.task.outputs import Collected, collect, select
 
 Hosted = Callable[[str, str], AbstractContextManager[object]]

@@ -1,7 +1,7 @@
 """Groups: several attempts at one task, each scored; infrastructure failures are retried in fresh sandboxes, then left out.
 
 A group may be a forest instead of a row of attempts (`BranchingConfig`): some attempts run to a given turn, and others go on from
-their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.race`). And a group
+their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.scheduling`). And a group
 may go on where a process that died left it (`EpisodeKeeper`). A task that turns out to be wrong in itself takes its whole group out:
 what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
 one attempt.
@@ -22,10 +22,10 @@ from agentrl.config.recipe import BranchingConfig
 from agentrl.protocols import EpisodeKeeper, MemoryView
 from agentrl.protocols.group_judge import WAITS
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
+from agentrl.rollout.active import Capture, EpisodeLife, OnTurn
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import fault, infrastructure_fault
-from agentrl.rollout.life import Capture, EpisodeLife, OnTurn
-from agentrl.rollout.race import Place, Race
+from agentrl.rollout.scheduling import Place, Race
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from agentrl.base.causes import first, short
+from agentrl.base.error_text import first, short
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SwapError
 from agentrl.evaluation.held_out import evaluated_once

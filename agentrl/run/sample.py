@@ -22,8 +22,8 @@ from agentrl.evaluation.evaluate import PASSED, Evaluation
 from agentrl.experience import StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest
+from agentrl.observe.exclusions import add, reasons
 from agentrl.observe.formats import duration
-from agentrl.observe.left_out import add, reasons
 from agentrl.observe.stats import Rate
 from agentrl.records import Group, Split, Task
 from agentrl.run.rollouts import make_group

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from agentrl.base import liveness
 from agentrl.base.liveness import Liveness, Restarts
 from agentrl.errors import LearnerError, LearnerHalted
-from agentrl.sandbox import engine
+from agentrl.sandbox import docker_client
 from agentrl.session.opening import Run
 
 _RESTARTS = 3  # in a row
@@ -53,7 +53,7 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
     live = live or Liveness("the Docker daemon", first_s=120.0)
     silent = False
     while True:
-        if await asyncio.to_thread(engine.answers):
+        if await asyncio.to_thread(docker_client.answers):
             live.progress("answering")
             if silent:
                 alert("the Docker daemon answers again")

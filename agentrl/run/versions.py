@@ -8,7 +8,7 @@ from agentrl.base.loop_lag import DRIVER
 from agentrl.evaluation.held_out import evaluated_once
 from agentrl.memory import run_memory
 from agentrl.records import Group, PolicyVersion, SwapReport
-from agentrl.serving.served import to_serve
+from agentrl.serving.supervisor import to_serve
 from agentrl.session import measure
 from agentrl.session.opening import Run
 from agentrl.session.pacing import keep

@@ -25,13 +25,13 @@ from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, cgroups, egress, images
+from agentrl.sandbox import cgroups, egress, images, limits
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
-from agentrl.sandbox.residents import Residents
+from agentrl.sandbox.processes import Residents
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class BubblewrapBackend(ChannelBackend):
 
         The group is made in a thread: the kernel takes 10 ms to move a process, and more when many are moved.
         """
-        shown = {**allowance.describe(folder, options), **egress.shown(folder, spec)}
+        shown = {**limits.describe(folder, options), **egress.shown(folder, spec)}
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
@@ -156,7 +156,7 @@ class BubblewrapBackend(ChannelBackend):
 
     def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.Group | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
-        disk, shared = str(allowance.disk_bytes(spec)), str(allowance.shared_memory_bytes(spec))
+        disk, shared = str(limits.disk_bytes(spec)), str(limits.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
         words += ["--setenv", "PATH", ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
@@ -164,7 +164,7 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
         words += ["--size", "65536", "--tmpfs", "/sys"]
-        for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
+        for parent in reversed(PurePath(limits.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_inside]
         for place, source in shown.items():
@@ -173,19 +173,19 @@ class BubblewrapBackend(ChannelBackend):
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
         if os.geteuid() == 0:  # the exec server needs these to stop being root; it drops them before anything else runs
-            rights = ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *allowance.server_rights())
+            rights = ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *limits.server_rights())
             return [*words, *(word for right in rights for word in ("--cap-add", f"CAP_{right}"))]
         return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """What the exec server is told: bounds that bwrap has no option for (files of each place, terminals, sockets), and limits."""
-        options = allowance.server_options(name, spec, grouped=self._hierarchy is not None)
-        options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
-        options["terminals"], options["settings"] = allowance.TERMINAL_OPTIONS, allowance.NETWORK_SETTINGS
+        options = limits.server_options(name, spec, grouped=self._hierarchy is not None)
+        options["tmpfs"] = dict.fromkeys(limits.WRITABLE, f"nr_inodes={limits.inodes(spec)}")
+        options["terminals"], options["settings"] = limits.TERMINAL_OPTIONS, limits.NETWORK_SETTINGS
         if self._separates:
-            options["shown"] = [path for path in allowance.told(options) if not path.startswith("/sys/")]
+            options["shown"] = [path for path in limits.told(options) if not path.startswith("/sys/")]
         if self._hierarchy is None:
-            disk = allowance.disk_bytes(spec)
+            disk = limits.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
         return options
 

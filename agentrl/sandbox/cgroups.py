@@ -13,7 +13,7 @@ from typing import Literal
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance
+from agentrl.sandbox import limits
 
 MOUNT = Path("/sys/fs/cgroup")
 PARENT = "agentrl"
@@ -103,7 +103,7 @@ class Hierarchy:
         """Buffers of TCP and UDP: v2 counts them as memory, v1 apart from it and once there is a limit, where the kernel has that file."""
         path = MOUNT / "memory" / PARENT / name / "memory.kmem.tcp.limit_in_bytes"
         if self.kind == "v1" and path.exists():
-            path.write_text(str(allowance.socket_bytes(spec)))
+            path.write_text(str(limits.socket_bytes(spec)))
 
 
 def find() -> Hierarchy | None:

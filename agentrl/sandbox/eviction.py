@@ -22,7 +22,7 @@ from typing import Any
 import requests
 from docker.errors import APIError, DockerException
 
-from agentrl.sandbox import docker, engine
+from agentrl.sandbox import docker, docker_client
 from agentrl.sandbox.images import cache_folder
 
 DAY_S = 86400.0
@@ -127,8 +127,8 @@ def _untag(tag: str) -> bool:
         docker.client(docker.REQUEST_S).remove_image(tag)
     except APIError as error:
         if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
-            raise engine.fault(error) from error
+            raise docker_client.fault(error) from error
         return bool(error.status_code == HTTPStatus.NOT_FOUND)
     except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+        raise docker_client.fault(error) from error
     return True

@@ -13,7 +13,7 @@ from pathlib import Path
 import requests
 from docker.errors import DockerException
 
-from agentrl.sandbox import cgroups, docker, engine
+from agentrl.sandbox import cgroups, docker, docker_client
 from agentrl.sandbox.lease import alive, read_mark, runtime_folder
 
 
@@ -38,9 +38,9 @@ def list_open() -> list[OpenSandbox]:
         backend, run = read_mark(folder)
         found[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(lease))
     for name, labels in _containers().items():
-        lease = labels.get(engine.LABEL_LEASE, "")
-        backend = "container" if engine.LABEL_SHARED in labels else "docker"
-        found[name] = OpenSandbox(name=name, backend=backend, run=labels.get(engine.LABEL_RUN, ""), driver_alive=alive(lease))
+        lease = labels.get(docker_client.LABEL_LEASE, "")
+        backend = "container" if docker_client.LABEL_SHARED in labels else "docker"
+        found[name] = OpenSandbox(name=name, backend=backend, run=labels.get(docker_client.LABEL_RUN, ""), driver_alive=alive(lease))
     return sorted(found.values(), key=lambda sandbox: sandbox.name)
 
 
@@ -51,7 +51,7 @@ def prune() -> int:
         for name in dead & _containers().keys():
             docker.remove(name)
     except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+        raise docker_client.fault(error) from error
     for driver in _inside(runtime_folder()):
         if not alive(driver.name):
             shutil.rmtree(driver, ignore_errors=True)
@@ -83,4 +83,4 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _containers() -> dict[str, dict[str, str]]:
-    return docker.ask(lambda: docker.containers(engine.LABEL_LEASE), without={})
+    return docker.ask(lambda: docker.containers(docker_client.LABEL_LEASE), without={})

@@ -11,7 +11,7 @@ from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend
-from agentrl.sandbox import bubblewrap, engine, images, reaper
+from agentrl.sandbox import bubblewrap, docker_client, images, reaper
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
@@ -51,12 +51,12 @@ def select_backend(
     """
     if name not in parts.BACKEND.shipped:
         raise UserError(f"no sandbox backend {name!r} ships", fix=f"use {', '.join(parts.BACKEND.shipped)}")
-    daemon = engine.state() if name in ("auto", "docker") else "absent"
+    daemon = docker_client.state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
     if name == "docker":
         raise SandboxUnavailable(
-            f"no Docker daemon answers at {engine.address()}"
+            f"no Docker daemon answers at {docker_client.address()}"
             + (": one is there, takes connections and says nothing" if daemon == "silent" else ""),
             fix=f"{RESTART_DOCKER if daemon == 'silent' else START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
         )
@@ -66,7 +66,7 @@ def select_backend(
     if name == "bubblewrap":
         raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=INSTALL_BUBBLEWRAP)
     raise SandboxUnavailable(
-        f"programs cannot be isolated here: no Docker daemon answers at {engine.address()}, and bubblewrap does not work: {problem}",
+        f"programs cannot be isolated here: no Docker daemon answers at {docker_client.address()}, and bubblewrap does not work: {problem}",
         fix=f"one of\n    {START_DOCKER}\n    {INSTALL_BUBBLEWRAP}",
     )
 

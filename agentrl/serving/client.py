@@ -15,8 +15,8 @@ from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
 from agentrl.records.sampling import MAX_SUPPORT, TIES, Sampling, Supports
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import VLLMServer
-from agentrl.serving.weights import WeightsInService
-from agentrl.serving.wire import UnsentError
+from agentrl.serving.transport import UnsentError
+from agentrl.serving.weight_state import WeightsInService
 
 _MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
 CUT_S = 30.0

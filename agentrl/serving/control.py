@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from agentrl.errors import RequestRefused, ServingError
 from agentrl.serving.access import headers as access
-from agentrl.serving.wire import UnsentError, Wire
+from agentrl.serving.transport import UnsentError, Wire
 
 log = logging.getLogger(__name__)
 

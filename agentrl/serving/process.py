@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.base.causes import in_log
+from agentrl.base.error_text import in_log
 from agentrl.base.files import tail
 from agentrl.base.liveness import Liveness
 from agentrl.base.processes import openmp

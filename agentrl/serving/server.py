@@ -13,7 +13,7 @@ from agentrl.errors import ServingError, UserError
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
 from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command, threads_or_all
-from agentrl.serving.weights import WeightsInService
+from agentrl.serving.weight_state import WeightsInService
 from agentrl.version.model_folder import check_model_files
 
 FIRST = -(1 << 62)

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentrl.base import user_code
-from agentrl.base.causes import disk_full, first, leaves, location, short
+from agentrl.base.error_text import disk_full, first, leaves, location, short
 from agentrl.base.secrets import redacted
 from agentrl.errors import AgentRLError, UserError
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import files
-from agentrl.base.foreign_files import content
 from agentrl.base.run_lock import driving, vacant
+from agentrl.base.untrusted_files import content
 from agentrl.config.recipe import Recipe, load
 from agentrl.config.section import resumable_keys
 from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError

@@ -26,10 +26,10 @@ from agentrl.failure import quarantine, withholding
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import spent_in
-from agentrl.learner.failures import FailureLog
+from agentrl.learner.failure_log import FailureLog
 from agentrl.observe import Rate, Summary
 from agentrl.observe.drift import DISAGREEMENT, alarms
-from agentrl.observe.left_out import add, reason_of, reasons, told
+from agentrl.observe.exclusions import add, reason_of, reasons, told
 from agentrl.observe.outcome import problems
 from agentrl.observe.sessions import read as read_sessions
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.toolsource import candidates, declared, keep, pinned, with_sub_agents
+from agentrl.agent.run_tools import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER
 from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster.gpus import Placement
 from agentrl.config.recipe import Recipe
-from agentrl.evaluation.starts import check_starts
+from agentrl.evaluation.replay import check_starts
 from agentrl.experience import RunningEpisodes, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
@@ -42,22 +42,22 @@ from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Group, PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
-from agentrl.reward.together import GroupScorer
+from agentrl.reward.group_judging import GroupScorer
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Hosted, MemoryOf, Pace
 from agentrl.sandbox import open_sandboxes
-from agentrl.serving.replicas import ReplicatedPolicy
-from agentrl.serving.served import ServedPolicy
-from agentrl.session.copies import check_copies
+from agentrl.serving.server_pool import ReplicatedPolicy
+from agentrl.serving.supervisor import ServedPolicy
 from agentrl.session.ending import closing_in_turn
 from agentrl.session.folder import Start, write_start
 from agentrl.session.judge_servers import JudgeServers, judge_servers
 from agentrl.session.models import place_base_version
 from agentrl.session.pacing import keep as keep_pace
 from agentrl.session.pacing import restored
-from agentrl.session.practising import keep_practice
 from agentrl.session.preflight import Checked, check_prompt, check_thinking, open_chat
+from agentrl.session.run_practice import keep_practice
+from agentrl.session.snapshot_check import check_copies
 from agentrl.task import GroupSchedule, sandbox_specs
-from agentrl.task.taught import TaughtGroups
+from agentrl.task.group_tasks import TaughtGroups
 from agentrl.version import FolderRegistry
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from agentrl.agent import forms, load_tools
 from agentrl.agent.mcp.servers import PREFIX
+from agentrl.agent.run_tools import declared
 from agentrl.agent.template import read_template
-from agentrl.agent.toolsource import declared
 from agentrl.agent.wording import instructed
-from agentrl.base import causes
-from agentrl.base.causes import short
+from agentrl.base import error_text
+from agentrl.base.error_text import short
 from agentrl.base.installation import install_command
 from agentrl.base.user_code import told_as
 from agentrl.cluster.gpus import Placement, place
@@ -23,9 +23,9 @@ from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, Us
 from agentrl.evaluation.evaluate import bounded
 from agentrl.evaluation.suite_code import check_confined
 from agentrl.failure.case import Suite, load_suite
+from agentrl.failure.overlap import Withheld, withheld
 from agentrl.failure.practice_schedule import Mixed
 from agentrl.failure.triage import load_rules
-from agentrl.failure.twins import Withheld, withheld
 from agentrl.gate.rule import can_look_worse
 from agentrl.memory import check_search, scope_of
 from agentrl.memory.run_memory import stand_in
@@ -35,14 +35,14 @@ from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
 from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.reward.asking import prepare
-from agentrl.reward.together import load_group_judge
+from agentrl.reward.group_judging import load_group_judge
+from agentrl.reward.verifier_call import prepare
 from agentrl.rollout import bound_of
+from agentrl.session.disk_space import check_room
 from agentrl.session.folder import check_disk
 from agentrl.session.judge_servers import check_named, check_tokens, declare
 from agentrl.session.models import find_model
-from agentrl.session.practising import open_own_practice
-from agentrl.session.room import check_room
+from agentrl.session.run_practice import open_own_practice
 from agentrl.task import open_family
 from agentrl.version.model_folder import check_model, read_json
 
@@ -230,7 +230,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
     named = recipe.tasks.family
 
     def said(error: BaseException) -> str:
-        return f"{short(error)} ({causes.location(error)})"
+        return f"{short(error)} ({error_text.location(error)})"
 
     with told_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)

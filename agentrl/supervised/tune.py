@@ -13,7 +13,7 @@ from agentrl.base.files import commit_folder, part_folder
 from agentrl.errors import UserError
 from agentrl.judge import reward_record
 from agentrl.judge.labels import TextPreference
-from agentrl.judge.showing import Shown
+from agentrl.judge.rendering import Shown
 from agentrl.supervised.select import Preference
 
 _SCALED_ON = 256  # pairs, by which the scale of a reward model's numbers is found

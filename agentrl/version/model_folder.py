@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl.base import files, foreign_files
+from agentrl.base import files, untrusted_files
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.records.sampling import TIES
@@ -114,7 +114,7 @@ def check_safetensors(path: Path) -> None:
     """Raises `UserError` unless the file has the length in its header, unlike a broken download or copy."""
     again = "download or copy it again, or save the model again with save_pretrained"
     try:
-        with foreign_files.opened(path) as file:
+        with untrusted_files.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -172,7 +172,7 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
 
 
 def check_architecture(config: dict[str, Any]) -> None:
-    """Refuses early, by config.json, what the learner would refuse after loading (`agentrl.learner.logprobs.check_scorer`)."""
+    """Refuses early, by config.json, what the learner would refuse after loading (`agentrl.learner.token_scorer.check_scorer`)."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UserError("policy.model: config.json names no model_type", fix=_SAVE_AGAIN)
@@ -249,7 +249,7 @@ def _largest_token(path: Path) -> int | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model folder. Raises `UserError`."""
     try:
-        content = json.loads(foreign_files.content(path, most=_LARGEST_JSON))
+        content = json.loads(untrusted_files.content(path, most=_LARGEST_JSON))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}", fix=_SAVE_AGAIN) from None
     if not isinstance(content, dict):

@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.base.files import sha256_file, sync, write
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.errors import StoreError
 from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
 from agentrl.version import deltas, rollback

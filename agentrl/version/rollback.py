@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.base.files import write
-from agentrl.base.foreign_files import content
+from agentrl.base.untrusted_files import content
 from agentrl.errors import StoreError
 from agentrl.protocols import VersionRegistry
 from agentrl.records import VersionState, codec

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from agentrl.config import ObjectiveConfig
-from agentrl.learner import kernels
+from agentrl.learner import causal_lm
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.packing import MicroBatch, micro_batch
-from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.learner.token_scorer import TokenScorer, check_scorer
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.records import Sample
 
 SIZES = {  # hidden, layers, heads, key heads, head width, mlp, vocabulary: as in the published Qwen3 configurations
@@ -47,7 +47,7 @@ class Case:
     size: str
     kind: str
     length: int
-    kernels: str
+    causal_lm: str
 
 
 def make_model(size: str, device: str) -> Any:
@@ -134,7 +134,7 @@ def measure(case: Case, options: argparse.Namespace, peak: float | None, plain: 
     size, kind, length, chosen = case.size, case.kind, case.length, case.kernels
     model = make_model(size, options.device)
     if chosen == "liger":
-        kernels.fuse(model)
+        causal_lm.fuse(model)
     scorer = TokenScorer(model)
     check_scorer(scorer, tolerance=0.15 if options.device == "cuda" else 1e-3)
     batch = micro_batch(tuple(samples(kind, options.tokens, length, SIZES[size][-1])), torch.device(options.device))

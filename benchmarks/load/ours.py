@@ -28,7 +28,7 @@ from agentrl.records import Completion, Episode, Limits, Message, SamplingParams
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.serving import TokenClient
-from agentrl.serving.weights import WeightsInService
+from agentrl.serving.weight_state import WeightsInService
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from benchmarks.load.script import Script, tokenizer

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.extension import TOOL
 from agentrl.agent.forms import FORMS, deepseek
 from agentrl.agent.rendering import Renderer
+from agentrl.agent.template_probe import TOOL
 from agentrl.records import Message, ToolCall
 
 NAME = TOOL["function"]["name"]

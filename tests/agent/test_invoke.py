@@ -18,7 +18,7 @@ from agentrl.errors import InfrastructureError, PluginError, SandboxError, TaskE
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task, codec
 from agentrl.rollout import Capture
-from agentrl.rollout.life import MAX_TOOL_FAILURES
+from agentrl.rollout.active import MAX_TOOL_FAILURES
 from agentrl.sandbox import select_backend
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing

@@ -25,10 +25,10 @@ from agentrl.agent import invoke, load_tools
 from agentrl.agent.arguments import problems
 from agentrl.agent.invoke import Called, call_tool
 from agentrl.agent.mcp.messages import Wrong
-from agentrl.agent.mcp.offers import Offer, changed, offer, offers
-from agentrl.agent.mcp.places import SESSION, Events
 from agentrl.agent.mcp.servers import Connection, RunTools, Server
-from agentrl.agent.provoked import Caller, CallRecord
+from agentrl.agent.mcp.tool_list import Offer, changed, offer, offers
+from agentrl.agent.mcp.transports import SESSION, Events
+from agentrl.agent.outage_blame import Caller, CallRecord
 from agentrl.agent.tools import Bounds
 from agentrl.config.tools import MCPConfig
 from agentrl.errors import InfrastructureError, TaskError, ToolUnavailable

@@ -11,9 +11,9 @@ from agentrl.agent.arguments import example, problems
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.forms import FORMS
 from agentrl.agent.mcp.messages import Wrong
-from agentrl.agent.mcp.offers import excluded, offers
+from agentrl.agent.mcp.tool_list import excluded, offers
 from tests.agent.hostile_mcp import COUNT, ECHO
-from tests.agent.test_extension import TOKENIZERS, made
+from tests.agent.test_template_probe import TOKENIZERS, made
 
 
 def with_keys(*keys: Any, name: str = "a", **schema: Any) -> dict[str, Any]:

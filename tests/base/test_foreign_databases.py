@@ -21,7 +21,7 @@ from agentrl.experience import SqliteStore
 from agentrl.failure.collection import Collection
 from agentrl.judge.ledger import Ledger, spent_in
 from agentrl.memory.store import NoteStore
-from tests.base.test_foreign_files import in_time
+from tests.base.test_untrusted_files import in_time
 from tests.experience.test_store import make_group
 from tests.failure.traces import trace
 

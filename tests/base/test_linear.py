@@ -31,7 +31,7 @@ from agentrl.records import (
 )
 from agentrl.records.sampling import Sampling
 from agentrl.reward.rewardfile import reward
-from agentrl.rollout.life import EpisodeLife
+from agentrl.rollout.active import EpisodeLife
 from agentrl.session.transcript import append, transcript
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.samples import sample_task

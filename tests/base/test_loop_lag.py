@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent.invoke import call_tool
-from agentrl.agent.provoked import Caller, CallRecord
+from agentrl.agent.outage_blame import Caller, CallRecord
 from agentrl.agent.tools import Fault, ToolOutcome
 from agentrl.base import loop_lag, user_code
 from agentrl.base.loop_lag import DRIVER, STALL_S, TICK_S, LoopLag, Stalls

@@ -26,7 +26,7 @@ from agentrl.reward.rubric import Rubric
 from agentrl.supervised.select import demonstrations, preferences
 from tests.judging import episode, task
 from tests.objective.test_samples import _scored, _turn
-from tests.rollout.test_race import raced
+from tests.rollout.test_scheduling import raced
 from tests.supervised.test_select import attempt
 from tests.task.test_weighting import taught
 

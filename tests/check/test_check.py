@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from agentrl.check import cheats
 from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _Prover, _retried, _wrong_cases, check_family, render
+from agentrl.check.family_source import FamilySource
 from agentrl.check.findings import Finding, Proof
-from agentrl.check.source import FamilySource
 from agentrl.cli import app
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.errors import SandboxError

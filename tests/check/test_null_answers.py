@@ -13,7 +13,7 @@ from agentrl.check.null_answers import KINDS, TASKS, prove_null_answers
 from agentrl.check.verifiers import Golden
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
-from agentrl.reward.together import GroupScorer
+from agentrl.reward.group_judging import GroupScorer
 from rewards.exact import exact
 from rewards.form import Length
 from rewards.numeric import numeric

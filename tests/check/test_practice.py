@@ -13,8 +13,8 @@ from agentrl.check.practice import Made, make_practice
 from agentrl.cli import app
 from agentrl.config import SandboxConfig
 from agentrl.failure.case import Case, Suite, save_case
+from agentrl.failure.overlap import Withheld, withheld
 from agentrl.failure.practice import load_practice
-from agentrl.failure.twins import Withheld, withheld
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Split, Task
 from agentrl.sandbox import open_sandboxes

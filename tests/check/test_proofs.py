@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from agentrl.agent.toolsource import declared, pinned
+from agentrl.agent.run_tools import declared, pinned
+from agentrl.check.family_source import FamilySource, sizes
 from agentrl.check.findings import Proof
 from agentrl.check.image_files import image_files
 from agentrl.check.purity import prove_purity
-from agentrl.check.source import FamilySource, sizes
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import Golden, prove_verifiers

@@ -17,7 +17,7 @@ from agentrl.errors import UserError
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
-from agentrl.failure.rows import Row, Wanted
+from agentrl.failure.listing import Row, Wanted
 from agentrl.failure.trace import Spoken, Tag, Trace, Why
 from agentrl.records import Group, Message, Score, ToolCall
 from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn

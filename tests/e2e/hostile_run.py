@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl import cli
 from agentrl.records import Completion, SamplingParams, VersionSpan
-from agentrl.serving.served import ServedPolicy
+from agentrl.serving.supervisor import ServedPolicy
 from agentrl.session import opening
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.hostile import RIGHT, SCRIPTS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.failure.collection import Collection
+from agentrl.failure.overlap import withheld
 from agentrl.failure.practice import load_practice
-from agentrl.failure.twins import withheld
 from agentrl.gate.verdict import read_verdicts
 from benchmarks import weakness
 

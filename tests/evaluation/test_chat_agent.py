@@ -13,7 +13,7 @@ import pytest
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import find_policy
 from agentrl.evaluation.regressions import Evaluated, evaluate, prepared
-from agentrl.evaluation.requests import Requests
+from agentrl.evaluation.request_options import Requests
 from agentrl.failure.case import Suite
 from agentrl.judge import Endpoint
 from agentrl.testing import ChatServer, Says

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentrl.base import foreign_files
+from agentrl.base import untrusted_files
 from agentrl.cli import app
 from agentrl.errors import UserError
 from agentrl.evaluation.suite_code import check_confined, check_project
@@ -107,8 +107,8 @@ def test_an_image_whose_name_no_folder_can_have_is_refused(image: str, project: 
 
 
 def test_surrogates_are_no_path(project: Path) -> None:
-    assert foreign_files.located("a\ud800b", project) is None and foreign_files.located("\udcff", project) is None
-    assert foreign_files.located("x" * 255, project) == project / ("x" * 255)
+    assert untrusted_files.located("a\ud800b", project) is None and untrusted_files.located("\udcff", project) is None
+    assert untrusted_files.located("x" * 255, project) == project / ("x" * 255)
 
 
 def test_what_the_project_and_its_packages_have_may_be_named(project: Path) -> None:

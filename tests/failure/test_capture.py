@@ -18,7 +18,7 @@ from agentrl.failure import Capture
 from agentrl.failure.capture import why
 from agentrl.failure.collection import FILE, Collection
 from agentrl.failure.digest import digest_of
-from agentrl.failure.rows import Wanted
+from agentrl.failure.listing import Wanted
 from agentrl.failure.trace import Tag, Why
 from agentrl.records import Blame, Group, ScoredEpisode
 from agentrl.records.sampling import Supports

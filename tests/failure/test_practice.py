@@ -17,13 +17,13 @@ from agentrl.config import PracticeConfig, build
 from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.failure import practice_mutants
 from agentrl.failure.case import Case, save_case
+from agentrl.failure.overlap import Withheld, likeness, withheld
 from agentrl.failure.practice import FILE, Practiced, load_practice, practiced, save_practice
 from agentrl.failure.practice_mutants import truth_free_gold
 from agentrl.failure.practice_schedule import Mixed, open_practice
-from agentrl.failure.twins import Withheld, likeness, withheld
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.session import practising
+from agentrl.session import run_practice
 from agentrl.task import GroupSchedule
 from sandboxes.tables import Tables
 from sandboxes.tables.demonstrations import run_template
@@ -166,16 +166,16 @@ def test_practice_is_kept_apart_from_what_a_run_measures_and_as_it_was_begun_wit
     run, scorer = tmp_path / "run", TaskScorer(root=Path.cwd())
 
     def opened() -> tuple[Mixed | None, tuple[str, ...]]:
-        return practising.open_own_practice(recipe, FAMILY, scorer, Withheld(CASES[:3]), root=tmp_path, folder=run)
+        return run_practice.open_own_practice(recipe, FAMILY, scorer, Withheld(CASES[:3]), root=tmp_path, folder=run)
 
     save_practice(suite, tasks_of(CASES[0]), {})
     begun, notes = opened()
     assert begun is not None and "made from 3 cases that are among the 5 held-out tasks" in notes[0]
-    practising.keep_practice(run, recipe, root=tmp_path)
+    run_practice.keep_practice(run, recipe, root=tmp_path)
     measured = practiced(CASES[0], "alike", replace(CASES[4].task, id="other", split=Split.TRAIN))
     save_practice(suite, [measured], {})
     assert opened()[0] == begun, "a run that has begun goes on with its own copy"
-    practising.keep_practice(run, recipe, root=tmp_path)
+    run_practice.keep_practice(run, recipe, root=tmp_path)
     assert len((run / "practice" / "0-suite.jsonl").read_bytes().splitlines()) == 7
     (run / "practice" / "0-suite.jsonl").unlink()
     with pytest.raises(UserError, match="is the same of case heldout-4, which is measured with"):

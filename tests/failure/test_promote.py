@@ -9,9 +9,9 @@ import pytest
 
 from agentrl.errors import UserError
 from agentrl.failure.case import load_suite
+from agentrl.failure.overlap import Likeness
 from agentrl.failure.promote import promote
 from agentrl.failure.trace import Tag, Why
-from agentrl.failure.twins import Likeness
 
 from .traces import heard, python, submit, task, trace, turn
 

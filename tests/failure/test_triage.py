@@ -22,7 +22,7 @@ CLEAR = trace(turn(said="I cannot."), ended="answered")
 
 RULE = """
 from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.view import view
+from agentrl.failure.timeline import view
 
 
 def wrong_unit(trace: Trace) -> Tag | None:

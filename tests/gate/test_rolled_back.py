@@ -20,13 +20,13 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.failure import Capture, FaultRate
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import Setback
+from agentrl.learner.failure_log import FailureLog
+from agentrl.learner.update_guard import Setback
 from agentrl.observe import RunTracker, write_report
 from agentrl.records import Episode, Group, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState, codec
 from agentrl.rollout import Pace
 from agentrl.run import loop, supervise
-from agentrl.serving import served
+from agentrl.serving import supervisor
 from agentrl.session import measure
 from agentrl.session.judge_servers import JudgeServers
 from agentrl.version import FolderRegistry
@@ -64,8 +64,8 @@ class Alerts(RunTracker):
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, double in (("VLLMServer", ScriptedServer), ("open_channel", RecordingChannel), ("TokenClient", ScriptedClient)):
-        monkeypatch.setattr(served, name, double)
-    monkeypatch.setattr(served, "disagreement", ScriptedServer.differs)
+        monkeypatch.setattr(supervisor, name, double)
+    monkeypatch.setattr(supervisor, "disagreement", ScriptedServer.differs)
     monkeypatch.setattr(ScriptedServer, "started", [])
     monkeypatch.setattr(RecordingChannel, "swapped", [])
     monkeypatch.setattr(RecordingChannel, "during", None)
@@ -89,7 +89,7 @@ async def opened(run_dir: Path) -> Any:
         episode = Episode(id=f"e{index}", task_id="t", task_key="k", trajectories=())
         store.put(Group(index=index, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),)))
     base = publish(registry, 0, None, b"base")
-    policy = served.ServedPolicy(RECIPE, run_dir, registry)
+    policy = supervisor.ServedPolicy(RECIPE, run_dir, registry)
     await policy.start(base)
     registry.set_state(0, VersionState.SERVING)
     return SimpleNamespace(
@@ -153,10 +153,10 @@ async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_
     async with asyncio.timeout(120):
         await loop._swap_versions(run)
     assert (run.served.version, run.registry.get(2).state) == (3, VersionState.ROLLED_BACK)
-    assert served.to_serve(run.registry).number == 3
+    assert supervisor.to_serve(run.registry).number == 3
     run.registry.set_state(3, VersionState.ROLLED_BACK)
     publish(run.registry, 4, 1, b"good")
-    assert served.to_serve(run.registry).number == 4, "what a server that dies now would be started with"
+    assert supervisor.to_serve(run.registry).number == 4, "what a server that dies now would be started with"
     await close(run)
 
 

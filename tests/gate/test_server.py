@@ -14,10 +14,10 @@ from agentrl.errors import SwapError
 from agentrl.gate.server import GateServer
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.version import FolderRegistry
-from agentrl.version.announcement import announced
+from agentrl.version.server_address import announced
 from tests.serving.test_loss_of_a_server import ScriptedChannel, ScriptedServer, open_registry
 from tests.serving.test_loss_of_a_server import scripted as scripted
-from tests.serving.test_replicas import RECIPE
+from tests.serving.test_server_pool import RECIPE
 from tests.waiting import until
 
 RECIPE = RECIPE.but({"serving.replicas": 1, "serving.port": 8123})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agentrl.agent import ChatFormat
 from agentrl.agent.forms import FORMS
 from agentrl.gateway import Session, Tokens
-from agentrl.gateway.asked import Refused
+from agentrl.gateway.request import Refused
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Episode, Limits, Message, SandboxSpec, Split, Task
 from agentrl.records.sampling import Sampling

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.gateway import Session, Tokens, chat_completions
-from agentrl.gateway.asked import Answer, Refused
+from agentrl.gateway.request import Answer, Refused
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Limits, Task
 from agentrl.records.sampling import Sampling

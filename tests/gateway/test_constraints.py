@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from agentrl.agent.forms import FORMS
-from agentrl.gateway.asked import Asked, Refused
 from agentrl.gateway.constraint import constraint
+from agentrl.gateway.request import Asked, Refused
 from agentrl.gateway.schemas import MAX_CHARS, MAX_DEPTH, MAX_SCHEMAS, Schemas
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Score, ScoredEpisode

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentrl.gateway import Tokens
-from agentrl.gateway.asked import Refused
+from agentrl.gateway.request import Refused
 from agentrl.records import Message, Parent
 from tests.chats import chat_of
 from tests.gateway.test_chat_completions import ASK, LOOK, calls, user

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.agent.extension import TOOL
 from agentrl.agent.rendering import Renderer
+from agentrl.agent.template_probe import TOOL
 from agentrl.gateway import Session, Tokens, chat_completions
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall

@@ -14,7 +14,7 @@ import pytest
 from agentrl.base.loop_lag import DRIVER, STALL_S, TICK_S
 from agentrl.errors import RequestRefused
 from agentrl.gateway import Gateway, Session, Tokens, chat_completions
-from agentrl.gateway.asked import Refused
+from agentrl.gateway.request import Refused
 from agentrl.protocols import LiveEpisode, Policy
 from agentrl.records import Blame, Episode, Limits, Task
 from agentrl.records.sampling import Sampling

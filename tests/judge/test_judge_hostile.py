@@ -12,8 +12,8 @@ from judge_parts import RIGHT, TASK, endpoint, episode, task
 
 from agentrl.judge import Judge, Listwise, Pairwise
 from agentrl.judge.forms import CORRECT, HELPFUL
-from agentrl.judge.hollow import hollow
-from agentrl.judge.quoting import begin, end
+from agentrl.judge.non_answers import hollow
+from agentrl.judge.untrusted import begin, end
 from agentrl.records import Message
 from agentrl.testing import ChatServer, Says
 

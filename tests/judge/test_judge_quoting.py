@@ -11,8 +11,8 @@ from judge_parts import TASK, episode
 
 from agentrl.judge import Endpoint, Judge
 from agentrl.judge.forms import CORRECT
-from agentrl.judge.hollow import hollow
-from agentrl.judge.quoting import begin, cut, end, fresh, neutral, quoted
+from agentrl.judge.non_answers import hollow
+from agentrl.judge.untrusted import begin, cut, end, fresh, neutral, quoted
 
 TOKENS = (
     "<|im_start|>",

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.judge.asking import heard_in
 from agentrl.judge.endpoint import read_completion
+from agentrl.judge.query import heard_in
 from agentrl.judge.verdict import Abstained, Unreadable, choice, json_object, numbers, ranking
 
 WANTED = {"correct": (0, 4)}

@@ -25,10 +25,10 @@ from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine, score
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import micro_batch, plan
 from agentrl.learner.publish import gather
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.token_scorer import TokenScorer
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, counted_samples
@@ -316,7 +316,7 @@ class Scenario:
 
     def source(self, stage: int) -> dict[str, Any]:
         """What vLLM's weight transfer would be given, walked twice on every rank."""
-        from agentrl.learner.weight_source import DeepSpeedWeightSource
+        from agentrl.learner.nccl_source import DeepSpeedWeightSource
 
         engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
         source = DeepSpeedWeightSource(engine)

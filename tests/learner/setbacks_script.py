@@ -11,9 +11,9 @@ import torch.distributed as dist
 from agentrl.config import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
 from agentrl.errors import LearnerHalted
 from agentrl.learner.checkpoint import CheckpointMeta, numbered, restore, save
-from agentrl.learner.guard import Counts
 from agentrl.learner.publish import gather
 from agentrl.learner.update import Updater
+from agentrl.learner.update_guard import Counts
 from agentrl.objective import assemble
 from agentrl.records import Batch
 from tests.learner.script import Scenario, main

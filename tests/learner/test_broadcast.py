@@ -13,8 +13,8 @@ import pytest
 
 from agentrl.errors import LearnerError
 from agentrl.learner.broadcast import Broadcaster, Server
-from agentrl.learner.pulse import SILENT
-from agentrl.version.announcement import NAME
+from agentrl.learner.progress import SILENT
+from agentrl.version.server_address import NAME
 from tests.learner.building import recipe
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from agentrl.learner import forest_attention
 from agentrl.learner.forest import lay_out
 from agentrl.learner.forest_attention import ForestLayout, register
-from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.token_scorer import TokenScorer
 from agentrl.records import Sample
 from tests.learner.building import VOCABULARY, tiny_config
 

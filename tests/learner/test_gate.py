@@ -13,7 +13,7 @@ from agentrl.config import Recipe
 from agentrl.config.gate import GATE
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.learner.failures import FailureLog
+from agentrl.learner.failure_log import FailureLog
 from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.learner import preloaded

@@ -14,8 +14,8 @@ from agentrl.config import LoraConfig
 from agentrl.errors import UserError
 from agentrl.learner import lora
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.token_scorer import TokenScorer
 from agentrl.version.adapters import merge_folder
 from tests.learner.building import VOCABULARY, tiny_config, write_policy
 from tests.learner.test_forest import CPU, _gap, _model, _samples

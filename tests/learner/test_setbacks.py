@@ -17,8 +17,8 @@ from agentrl.config import LearnerConfig, Limit, LimitsConfig, Recipe
 from agentrl.errors import LearnerHalted
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import Counts, Guard, Setback
+from agentrl.learner.failure_log import FailureLog
+from agentrl.learner.update_guard import Counts, Guard, Setback
 from agentrl.records import Batch, Group, Sample, VersionState
 from agentrl.version import FolderRegistry, deltas
 from tests.learner import preloaded

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from agentrl.errors import LearnerError
-from agentrl.learner.logprobs import LogprobHead
 from agentrl.learner.packing import check_vocabulary, micro_batch
+from agentrl.learner.token_scorer import LogprobHead
 from agentrl.records import Sample
 from agentrl.records.sampling import Supports
 

@@ -13,7 +13,7 @@ from agentrl.learner.critic import credit
 from agentrl.learner.forest_attention import register
 from agentrl.learner.packing import micro_batch, plan
 from agentrl.learner.value_head import ValuedScorer
-from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.objective.values import value_loss
 from agentrl.records import Sample
 from tests.learner.test_forest import CPU, _gap, _model, _samples

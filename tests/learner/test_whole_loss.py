@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from agentrl.config import ObjectiveConfig
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import micro_batch, minibatches, plan
+from agentrl.learner.token_scorer import TokenScorer
 from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.records import Batch, Sample
 from tests.learner.test_forest import CPU, _model
-from tests.objective.test_combined import by_hand
+from tests.objective.test_policy_loss import by_hand
 
 TEMPERATURE, LENGTH = 0.7, 13
 OBJECTIVES: list[dict[str, Any]] = [

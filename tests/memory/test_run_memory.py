@@ -16,7 +16,7 @@ from agentrl.cli import app
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, StoreError, UserError
 from agentrl.evaluation.held_out import evaluate_served
-from agentrl.evaluation.starts import Stage, state_before
+from agentrl.evaluation.replay import Stage, state_before
 from agentrl.experience import SqliteStore
 from agentrl.failure.trace import Trace, Why
 from agentrl.memory import NoteStore, View, Written

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from agentrl.config import ObjectiveConfig
 from agentrl.objective.aggregate import Segments
-from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.corrections import importance_weights
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from agentrl.cli.train import describe
 from agentrl.observe import RunTracker, Summary, write_report
-from agentrl.observe.left_out import LONGEST, MOST, OTHERS, add, alike, most, reason_of, reasons, told
+from agentrl.observe.exclusions import LONGEST, MOST, OTHERS, add, alike, most, reason_of, reasons, told
 from agentrl.observe.outcome import nothing_learned, problems
 from agentrl.observe.tracker import TensorBoard, TerminalTracker
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode

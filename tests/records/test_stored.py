@@ -19,8 +19,8 @@ from agentrl.agent.tools import ToolOutcome
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure.quarantine import Quarantine, count
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import Counts, Setback
+from agentrl.learner.failure_log import FailureLog
+from agentrl.learner.update_guard import Counts, Setback
 from agentrl.observe import RunTracker, write_report
 from agentrl.observe.rundata import read_run
 from agentrl.records import Blame, EpisodeState, Failure, Group, PolicyVersion, ScoredEpisode, Task, VersionState, codec

@@ -19,8 +19,8 @@ from agentrl.errors import PluginError
 from agentrl.plugins.references import resolve
 from agentrl.records import Blame, Score
 from agentrl.reward import TaskScorer, configured
-from agentrl.reward.asking import limit_of
 from agentrl.reward.rubric import Rubric
+from agentrl.reward.verifier_call import limit_of
 from agentrl.reward.worker import PATIENCE_S, Worker
 from rewards.exact import Exact, exact
 from rewards.form import Form, Length

@@ -21,8 +21,8 @@ import pytest
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
-from agentrl.agent.mcp.offers import offers
-from agentrl.agent.mcp.places import Place, Unanswered
+from agentrl.agent.mcp.tool_list import offers
+from agentrl.agent.mcp.transports import Place, Unanswered
 from agentrl.agent.tools import function_schema
 from agentrl.config import MCPConfig, ObjectiveConfig
 from agentrl.errors import RequestRefused
@@ -231,7 +231,7 @@ def test_provoking_pays_no_more_than_failing(way: str) -> None:
     assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
     assert {failure.blame for group in groups for one in group.episodes for failure in one.episode.failures} <= {Blame.POLICY}
     retried = sum(one.episode.attempt for group in groups for one in group.episodes)
-    # A real outage that only one call shows is as rare, and one that most calls show is real (`agentrl.agent.provoked`).
+    # A real outage that only one call shows is as rare, and one that most calls show is real (`agentrl.agent.outage_blame`).
     provoking = sum(arm == "provoke" for arm in policy.arms.values())
     assert retried <= (provoking // 4 if way in TOOLS else 1), f"{retried} attempts were retried"
     gained = gains(groups, policy.arms)

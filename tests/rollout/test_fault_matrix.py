@@ -22,8 +22,8 @@ import pytest
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
-from agentrl.agent.mcp.offers import offers
-from agentrl.agent.mcp.places import ENDINGS, Place, Unanswered
+from agentrl.agent.mcp.tool_list import offers
+from agentrl.agent.mcp.transports import ENDINGS, Place, Unanswered
 from agentrl.agent.tools import function_schema
 from agentrl.config import MCPConfig
 from agentrl.errors import (
@@ -43,7 +43,7 @@ from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Episode, Limits, Score, ScoredEpisode, Task
 from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
-from agentrl.reward.together import GroupScorer
+from agentrl.reward.group_judging import GroupScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.clock import run_virtually

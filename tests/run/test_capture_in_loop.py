@@ -17,8 +17,8 @@ from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
 from agentrl.failure.digest import write_digest
+from agentrl.failure.listing import Wanted
 from agentrl.failure.promote import promote
-from agentrl.failure.rows import Wanted
 from agentrl.observe import write_report
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Task
 from agentrl.run import loop

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.errors import SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import BubblewrapBackend, DockerBackend, allowance, list_open, select_backend, server_code
+from agentrl.sandbox import BubblewrapBackend, DockerBackend, limits, list_open, select_backend, server_code
 from agentrl.sandbox.attacks import ATTACK_SPEC, attack, attacks
 from agentrl.sandbox.attacks.cases import HOSTILE_SERVER, KINDS, PROGRAMS, hostile_server_source, program_attack
 from agentrl.sandbox.attacks.host_steps import STEPS
@@ -215,8 +215,8 @@ async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name
     sooner = [replace(one, program=one.program.replace('["memory_mb"] // 3', '["memory_mb"] // 24')) for one in attacks()]
     assert name != "file_locks" or any("// 24" in one.program for one in sooner)
     monkeypatch.setattr("agentrl.sandbox.attacks.suite.attacks", lambda: sooner)
-    monkeypatch.setattr(allowance, "NETWORK_SETTINGS", {})
-    monkeypatch.setattr(allowance, "socket_bytes", lambda spec: 1 << 40)
+    monkeypatch.setattr(limits, "NETWORK_SETTINGS", {})
+    monkeypatch.setattr(limits, "socket_bytes", lambda spec: 1 << 40)
     backend = weak(run_label="test", root=root)
     if backend.name == "bubblewrap" and os.geteuid() != 0 and name == "loopback_buffers":
         pytest.skip("without control groups it is not promised")

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, TaskError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import builds, docker, engine, images, select_backend
+from agentrl.sandbox import builds, docker, docker_client, images, select_backend
 from agentrl.sandbox.conformance import check
 from tests.sandbox.test_silent_daemon import Relay, in_time
 
@@ -144,7 +144,7 @@ async def test_without_a_daemon_bubblewrap_says_what_is_missing_and_uses_what_is
 
 def test_a_daemon_that_falls_silent_or_goes_during_a_build(write, tmp_path, monkeypatch):
     monkeypatch.setattr(builds, "LOOK_S", 0.5)
-    real = engine.address()
+    real = docker_client.address()
     for ending in ("silent", "gone"):
         image = write(f"RUN echo {ending} {time.time()} && sleep 100")
         place = tmp_path / f"{ending}.sock"

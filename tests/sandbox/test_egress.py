@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, egress
+from agentrl.sandbox import egress, limits
 from agentrl.sandbox.egress import Bounds, EgressListener, addresses, heads
 from agentrl.sandbox.egress.addresses import public
 from tests.waiting import until
@@ -459,13 +459,13 @@ async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, cap
 def test_without_an_allow_list_nothing_changes(tmp_path):
     spec = SandboxSpec(image="x")
     assert EgressListener.where_wanted("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
-    assert "network" not in allowance.server_options("test", spec) and egress.shown(tmp_path, spec) == {}
+    assert "network" not in limits.server_options("test", spec) and egress.shown(tmp_path, spec) == {}
 
 
 def test_programs_own_loopback_is_theirs_unless_it_is_given_to_the_host():
-    options = allowance.server_options("test", SandboxSpec(image="x", network=("pypi.org:443",)))
+    options = limits.server_options("test", SandboxSpec(image="x", network=("pypi.org:443",)))
     environment = options["network"]["environment"]
     assert environment["no_proxy"] == environment["NO_PROXY"] == "localhost,127.0.0.1,::1"
     assert environment["HTTPS_PROXY"] == environment["http_proxy"] == "http://127.0.0.1:3128"
-    options = allowance.server_options("test", SandboxSpec(image="x", network=("127.0.0.1:80",)))
+    options = limits.server_options("test", SandboxSpec(image="x", network=("127.0.0.1:80",)))
     assert options["network"]["environment"]["NO_PROXY"] == "localhost,::1"

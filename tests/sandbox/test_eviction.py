@@ -8,7 +8,7 @@ import docker as library
 import pytest
 
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import engine, evict, images, select_backend
+from agentrl.sandbox import docker_client, evict, images, select_backend
 from tests.commands import agentrl
 
 OLD, NEW, USED = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3"
@@ -70,7 +70,7 @@ def test_what_a_killed_build_left_goes_at_once_unless_somebody_builds(cache):
 @pytest.mark.docker
 async def test_images_of_the_daemon_go_with_their_folder(cache, tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST")
-    api = library.APIClient(base_url=engine.address(), version=engine.API_VERSION)
+    api = library.APIClient(base_url=docker_client.address(), version=docker_client.API_VERSION)
     (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
     tags = {key: f"agentrl/eviction-test:{key}" for key in (OLD, NEW, "f" * 16)}
     try:

@@ -12,7 +12,7 @@ from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
 from agentrl.records.sampling import TIES, Supports
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
 from agentrl.serving.server import FIRST
-from agentrl.serving.weights import WeightsInService
+from agentrl.serving.weight_state import WeightsInService
 from tests.serving.scripted_server import DROP, HANG, Call, Later, generated, scripted_server
 from tests.waiting import until
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agentrl.errors import ServingError
-from agentrl.serving import served
+from agentrl.serving import supervisor
 from agentrl.serving.control import ControlPlane, metrics_in
 from tests.serving.scripted_server import scripted_server
 
@@ -41,7 +41,7 @@ async def test_a_server_that_does_not_tell_its_use_holds_nobody_back(answer: obj
 
     async with scripted_server(lambda call: answer) as script:
         server = Server(script.url)
-        use = await served._cache_use(server, 5)  # type: ignore[arg-type]
+        use = await supervisor._cache_use(server, 5)  # type: ignore[arg-type]
         await server.control.close()
         with pytest.raises(ServingError):
             await server.control.metrics()

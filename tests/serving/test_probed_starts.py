@@ -15,8 +15,8 @@ from agentrl.serving import judge_server
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.judge_server import JudgeServer
 from agentrl.serving.probe import disagreement_of_judge
-from agentrl.serving.replicas import ReplicatedPolicy
-from agentrl.serving.served import ServedPolicy
+from agentrl.serving.server_pool import ReplicatedPolicy
+from agentrl.serving.supervisor import ServedPolicy
 from agentrl.version import FolderRegistry
 from tests.serving.scripted_server import Call, scripted_server
 from tests.serving.test_loss_of_a_server import ScriptedServer, open_registry, scripted

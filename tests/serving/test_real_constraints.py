@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from agentrl.gateway.asked import Asked
 from agentrl.gateway.constraint import constraint
+from agentrl.gateway.request import Asked
 from agentrl.records import Completion
 from agentrl.records.sampling import CONSTRAINED_TOP_K, Sampling
 from agentrl.testing.tiny_model import VOCABULARY, make_tokenizer, token_logprobs

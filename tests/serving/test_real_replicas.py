@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.records import Completion, SamplingParams, VersionState, codec
-from agentrl.serving.replicas import ReplicatedPolicy
+from agentrl.serving.server_pool import ReplicatedPolicy
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from agentrl.version import FolderRegistry
 from tests.serving.conftest import RECIPE

@@ -14,11 +14,11 @@ import pytest
 from agentrl.base.liveness import Liveness
 from agentrl.errors import ServingError
 from agentrl.records import Completion, SamplingParams, VersionState, codec
-from agentrl.serving.served import ServedPolicy
+from agentrl.serving.supervisor import ServedPolicy
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from agentrl.version import FolderRegistry
 from tests.serving.conftest import RECIPE
-from tests.serving.test_served import group_members
+from tests.serving.test_supervisor import group_members
 from tests.waiting import until
 
 pytestmark = pytest.mark.vllm

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.causes import disk_full
+from agentrl.base.error_text import disk_full
 from agentrl.experience import SqliteStore
 from agentrl.learner.disk import writing
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import Setback
+from agentrl.learner.failure_log import FailureLog
+from agentrl.learner.update_guard import Setback
 from agentrl.observe import RunTracker, Summary
 from agentrl.records import Blame, Failure, Group, PolicyVersion
 from agentrl.rollout import left_out_group

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.errors import LearnerError, SandboxError, StoreError, UserError
-from agentrl.learner.exit_reason import ExitReason, Mailbox, send
+from agentrl.learner.driver_reports import ExitReason, Mailbox, send
 from agentrl.session.ending import closed_after, closing_in_turn, explain, kept_going, stopped
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

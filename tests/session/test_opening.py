@@ -5,8 +5,8 @@ from pathlib import Path
 
 from agentrl.cluster.gpus import Placement
 from agentrl.records import Blame, Failure
-from agentrl.serving.replicas import ReplicatedPolicy
-from agentrl.serving.served import ServedPolicy
+from agentrl.serving.server_pool import ReplicatedPolicy
+from agentrl.serving.supervisor import ServedPolicy
 from agentrl.session.opening import fault_rate, policy_server
 from agentrl.version import FolderRegistry
 from tests.driving import make_recipe

@@ -14,8 +14,8 @@ from agentrl.experience import SqliteStore, StepGroups
 from agentrl.records import Blame, Failure, Group, Split, Task
 from agentrl.rollout import left_out_group
 from agentrl.task import GroupSchedule
-from agentrl.task.taught import FILE, TaughtGroups
-from tests.task.test_taught import played, recipe_of
+from agentrl.task.group_tasks import FILE, TaughtGroups
+from tests.task.test_group_tasks import played, recipe_of
 from tests.task.test_weighting import Kinds
 
 BROKEN = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no such image")

@@ -4,7 +4,7 @@ Blame if a server gives no answer:
 
 - A server in the sandbox: always the policy, because the agent can kill the server and take its place.
 - A server outside that does not start, offers other tools than at the start of the run, dies, does not answer in time, answers with
-  nonsense, or reports an outage: the infrastructure, unless the episode provoked it (`agentrl.agent.provoked`).
+  nonsense, or reports an outage: the infrastructure, unless the episode provoked it (`agentrl.agent.outage_blame`).
 - A wrong request, or an answer that is too long: the policy.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 from agentrl.agent.arguments import example, problems
 from agentrl.agent.mcp import messages
 from agentrl.agent.mcp.messages import Refused, Wrong
-from agentrl.agent.mcp.offers import MAX_PAGES, MAX_TOOLS, Offer, changed
-from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place, Unanswered
-from agentrl.agent.provoked import CallRecord
+from agentrl.agent.mcp.tool_list import MAX_PAGES, MAX_TOOLS, Offer, changed
+from agentrl.agent.mcp.transports import ENDINGS, InSandbox, OnHost, OverHTTP, Place, Unanswered
+from agentrl.agent.outage_blame import CallRecord
 from agentrl.agent.tools import FREE, OUTAGE, Bounds, Fault, ToolOutcome
 from agentrl.agent.wording import Words
 from agentrl.base import secrets, user_code

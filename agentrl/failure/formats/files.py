@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from agentrl.base.foreign_files import opened
+from agentrl.base.untrusted_files import opened
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats import openai, otel_numbered
+from agentrl.failure.formats import openai, otel_indexed
 from agentrl.failure.formats.files import Document, Unreadable
-from agentrl.failure.formats.otel_lines import Agent, Call, Entry, ToolRun, Unit, trace
+from agentrl.failure.formats.otel_conversations import Agent, Call, Entry, ToolRun, Unit, trace
 from agentrl.failure.formats.otlp import Event, Key, Span, entries
 from agentrl.failure.formats.values import Gaps, as_text, call, decoded, kind, label, objects, spoken, string, tools
 from agentrl.failure.trace import Spoken, Trace
@@ -126,7 +126,7 @@ class Gathered:
         elif operation in ("invoke_agent", "create_agent") or attributes.get("openinference.span.kind") == "AGENT":
             name = label(attributes.get("gen_ai.agent.name") or attributes.get("agent.name"))
             self.agents[span.key] = Agent(key=span.key, name=name, start=span.start)
-        spoken_there = any(name in attributes for name in _SPOKEN) or otel_numbered.has_messages(attributes)
+        spoken_there = any(name in attributes for name in _SPOKEN) or otel_indexed.has_messages(attributes)
         if operation not in _CALLS and not spoken_there:
             return
         one = self._call(span)
@@ -185,11 +185,11 @@ class Gathered:
         if not one.inputs:
             told = [*_instructions(attributes.get(_SYSTEM), one.gaps), *_messages(attributes, _INPUT, one.gaps)]
             told = told or list(_plain(attributes, _PROMPT, "user", one.gaps))
-            told = told or list(otel_numbered.messages(attributes, otel_numbered.PROMPTS, "user", one.gaps, _message))
+            told = told or list(otel_indexed.messages(attributes, otel_indexed.PROMPTS, "user", one.gaps, _message))
             one.inputs, one.whole_inputs = [self._kept(message) for message in told], bool(told)
         if not one.outputs:
             said = list(_messages(attributes, _OUTPUT, one.gaps)) or list(_plain(attributes, _COMPLETION, "assistant", one.gaps))
-            said = said or list(otel_numbered.messages(attributes, otel_numbered.COMPLETIONS, "assistant", one.gaps, _message))
+            said = said or list(otel_indexed.messages(attributes, otel_indexed.COMPLETIONS, "assistant", one.gaps, _message))
             if len(said) > 1 and all(message.message.role == "assistant" for message in said):
                 one.gaps.add("choices besides the first", len(said) - 1)
                 said = said[:1]
@@ -197,7 +197,7 @@ class Gathered:
         if not one.tools and "gen_ai.tool.definitions" in attributes:
             one.tools = tools(decoded(attributes["gen_ai.tool.definitions"]), one.gaps)
         elif not one.tools:
-            one.tools = tools(otel_numbered.definitions(attributes, one.gaps), one.gaps)
+            one.tools = tools(otel_indexed.definitions(attributes, one.gaps), one.gaps)
 
     def _kept(self, message: Spoken) -> Entry:
         """The one entry of this message."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.failure.formats import Unreadable, otel_lines, read, read_all
+from agentrl.failure.formats import Unreadable, otel_conversations, read, read_all
 from agentrl.failure.formats.otel import CAPTURE
 from agentrl.failure.trace import Trace
 
@@ -80,7 +80,7 @@ def test_spans_that_call_each_other_in_a_circle_are_told_once(tmp_path: Path) ->
 
 
 def test_agents_without_end_within_agents_are_told_all(tmp_path: Path) -> None:
-    depth = otel_lines.DEEPEST * 40
+    depth = otel_conversations.DEEPEST * 40
     agents = [span(number, number - 1, "invoke_agent", agent_name="a") for number in range(1, depth)]
     calls = [span(depth + number, number, input_messages=[text("user", str(number))]) for number in range(1, depth)]
     (trace,) = export(tmp_path / "a.json", *agents, *calls)

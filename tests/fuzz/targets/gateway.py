@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.asked import MAX_MESSAGES, STATUS, Answer, Called, Refused, read_json
 from agentrl.gateway.graph import Graph, chain
+from agentrl.gateway.request import MAX_MESSAGES, STATUS, Answer, Called, Refused, read_json
 from agentrl.records import ToolCall
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must

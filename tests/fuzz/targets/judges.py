@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.judge import verdict
-from agentrl.judge.asking import Heard, heard_in
 from agentrl.judge.backoff import asked_wait_s, wait_s
 from agentrl.judge.endpoint import read_completion
-from agentrl.judge.hollow import hollow
-from agentrl.judge.quoting import begin, end, neutral, quoted
+from agentrl.judge.non_answers import hollow
+from agentrl.judge.query import Heard, heard_in
 from agentrl.judge.reward_model import read_number, read_reply
 from agentrl.judge.reward_record import RewardRecord
+from agentrl.judge.untrusted import begin, end, neutral, quoted
 from agentrl.records import Score, codec
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must

@@ -1,0 +1,92 @@
+"""What a judge is shown of a task and an episode, as bounded plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Literal
+
+from agentrl.judge.untrusted import cut
+from agentrl.records import Episode, Message, Task, Trajectory
+
+Shown = Literal["question", "reference", "transcript", "outputs", "answer"]
+
+MAX_ANSWER = 20_000
+"""Characters of an answer, a question or a reference; head and tail are kept of a longer one."""
+MAX_TRANSCRIPT = 40_000
+_MAX_MESSAGE = 4000
+_MAX_FILE = 8000
+_MAX_FILES = 16
+
+
+def shown(what: Shown, task: Task, episode: Episode, *, reference: str) -> str:
+    """One of the texts that a judge may be shown.
+
+    Args:
+        reference: the key of `Task.data` that holds the reference.
+    """
+    if what == "question":
+        return question(task)
+    if what == "reference":
+        return cut(reference_of(task, reference) or "(there is none)", MAX_ANSWER)
+    if what == "transcript":
+        return transcript(episode)
+    if what == "outputs":
+        return outputs(episode)
+    return answer(episode)
+
+
+def question(task: Task) -> str:
+    """All that the agent was told, by role where there are several messages."""
+    if len(task.prompt) == 1:
+        return cut(task.prompt[0].content, MAX_ANSWER)
+    return cut("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
+
+
+def asked(task: Task) -> str:
+    """What the user said, without what the agent was told beside it."""
+    return "\n".join(message.content for message in task.prompt if message.role == "user") or task.prompt[-1].content
+
+
+def answer(episode: Episode) -> str:
+    return cut(episode.answer or "", MAX_ANSWER)
+
+
+def reference_of(task: Task, key: str) -> str | None:
+    """`task.data[key]` as text; None where there is none."""
+    if key not in task.data or task.data[key] is None:
+        return None
+    value = task.data[key]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def transcript(episode: Episode) -> str:
+    """What the agent said and called, and what its tools gave, in order; sub-agents after the agent that began."""
+    lines = (line for number, one in enumerate(episode.trajectories) for line in _lines(one, number))
+    return cut("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
+
+
+def outputs(episode: Episode) -> str:
+    """The files that the agent left."""
+    some = list(episode.outputs.items())[:_MAX_FILES]
+    parts = [f"file {path}, {len(data)} bytes:\n{cut(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}" for path, data in some]
+    if len(episode.outputs) > len(some):
+        parts.append(f"and {len(episode.outputs) - len(some)} more files")
+    return cut("\n\n".join(parts) or "(the agent left no files)", MAX_TRANSCRIPT)
+
+
+def _lines(trajectory: Trajectory, number: int) -> Iterator[str]:
+    if number:
+        yield f"--- {trajectory.agent} ---"
+        yield from (_said(message) for message in trajectory.prompt)
+    for turn in trajectory.turns:
+        yield _said(turn.message)
+        for result in turn.tool_results:
+            yield f"tool {result.name}{'' if result.ok else ' (failed)'}: {cut(result.output, _MAX_MESSAGE)}"
+
+
+def _said(message: Message) -> str:
+    calls = "".join(
+        f"\n  calls {call.name}({cut(json.dumps(call.arguments, ensure_ascii=False), _MAX_MESSAGE)})" for call in message.tool_calls
+    )
+    return f"{message.role}: {cut(message.content, _MAX_MESSAGE)}{calls}"
