@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.sandbox.attacks import attacks
+from agentrl.sandbox.attacks import load_attacks
 from benchmarks import stored
 from benchmarks.contest.comparison import published
 
@@ -154,7 +154,7 @@ def _learner_smollm2(result: dict[str, Any]) -> str:
 
 
 def _attacks() -> str:
-    hundreds = len(attacks()) // 100 * 100
+    hundreds = len(load_attacks()) // 100 * 100
     return f"more than {hundreds} attacks"
 
 

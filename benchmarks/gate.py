@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agentrl.gate.rule import Rule
+from agentrl.gate.rule import GateRule
 from agentrl.gate.simulation import block_rate, block_rate_in_a_run
 from benchmarks import stored
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--store", action="store_true", help="also write the rates to docs/results")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     given = parser.parse_args()
-    rule = Rule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
+    rule = GateRule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
     found = {
         name: block_rate(rule, before, now, evaluations=given.evaluations, seed=given.seed)
         for name, (before, now) in policies(given.cases).items()

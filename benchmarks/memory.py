@@ -19,9 +19,9 @@ from pathlib import Path
 
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import MemoryConfig
-from agentrl.evaluation.evaluate import evaluate
+from agentrl.evaluation.evaluate import evaluate_split
 from agentrl.experience import SqliteStore, StepGroups
-from agentrl.memory.run_memory import HeldOutNotes, RunMemory
+from agentrl.memory.run_memory import EvaluationNotes, RunMemory
 from agentrl.records import Group, Split
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
@@ -64,8 +64,8 @@ async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, 
 
 async def heldout(family: Archive, says: Callable[[str], str], *, memory: bool) -> float:
     """The share of held-out tasks that is solved, in as many parts as the recipe has rounds."""
-    with closing(HeldOutNotes(CONFIG)) as notes:
-        done = await evaluate(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
+    with closing(EvaluationNotes(CONFIG)) as notes:
+        done = await evaluate_split(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
     assert done.rate is not None
     return done.rate.value
 

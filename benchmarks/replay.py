@@ -27,7 +27,7 @@ from agentrl.experience import open_store  # noqa: E402
 from agentrl.plugins import references  # noqa: E402
 from agentrl.records import Episode  # noqa: E402
 from agentrl.serving import VLLMServer  # noqa: E402
-from agentrl.serving.client import distribution  # noqa: E402
+from agentrl.serving.client import sampling_parameters  # noqa: E402
 
 SLEEPING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 CONTENDERS: Mapping[str, tuple[dict[str, str], dict[str, str]]] = {
@@ -61,7 +61,7 @@ async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) 
         context: list[int] = []
         for turn in trajectory.turns:
             context += turn.prompt_ids
-            sampling = {**distribution(recipe.rollout.sampling), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
+            sampling = {**sampling_parameters(recipe.rollout.sampling), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
             asked = {"logprobs": max(recipe.rollout.top_k, 0), "detokenize": False}
             body = {"token_ids": list(context), "sampling_params": sampling | asked, "cache_salt": salt}
             await server.control.generate(body, timeout_s=600.0)

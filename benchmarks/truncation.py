@@ -22,7 +22,7 @@ import torch
 import zstandard
 
 from agentrl.config import PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.learner.packing import MicroBatch, micro_batch
+from agentrl.learner.packing import MicroBatch, build_micro_batch
 from agentrl.learner.token_scorer import LogprobHead
 from agentrl.records import Completion, Sample, SamplingParams, codec
 from agentrl.records.sampling import Supports
@@ -85,7 +85,7 @@ def as_batch(completions: list[Completion]) -> MicroBatch:
                 supports=Supports.joined([1, completion.supports or size]),
             )
         )
-    return micro_batch(tuple(rows), torch.device("cpu"))
+    return build_micro_batch(tuple(rows), torch.device("cpu"))
 
 
 def score(completions: list[Completion], repeat: int) -> float:

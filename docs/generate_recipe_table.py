@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentrl.config import Recipe
-from agentrl.config.section import Section, meanings, named_section_of, section_of
-from agentrl.plugins.parts import Kind
+from agentrl.config.section import Section, key_docs, named_section_of, section_of
+from agentrl.plugins.parts import PartKind
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -30,7 +30,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
     """Dotted name, field and meaning of every key, those of a section after those beside it; of sections that are alike once, under `*`."""
-    nested, told = [], meanings(section)
+    nested, told = [], key_docs(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
@@ -71,17 +71,17 @@ def _type(field: FieldInfo) -> str:
         f"{sign} {_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
     ]
     patterns = [f"matching `{pattern}`" for item in field.metadata if (pattern := getattr(item, "pattern", None))]
-    kinds = [item for item in field.metadata if isinstance(item, Kind)]
+    kinds = [item for item in field.metadata if isinstance(item, PartKind)]
     return " ".join([_words(kinds[0]) if kinds else _name(field.annotation), ", ".join([*bounds, *patterns])]).strip()
 
 
-def _words(kind: Kind) -> str:
+def _words(kind: PartKind) -> str:
     return f"{' or '.join(f'`{word}`' for word in kind.shipped)} or a reference"
 
 
 def _name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, Kind)]):
+    if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, PartKind)]):
         return _words(kinds[0])
     if origin is Annotated:
         return _name(arguments[0])

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
 
 
-class Length(Configured):
+class Length(ConfiguredVerifier):
     """1 when the length is from `least` to `most`, else 0; with `zero_at`, it falls in a line from 1 at `most` to 0 at `zero_at`.
 
     Settings in `task.data["length"]`. No answer has length 0. Tokens are those that were sampled in the whole episode.
@@ -48,7 +48,7 @@ class Length(Configured):
         return Score(value=value, evidence=f"{length} {rules.unit}")
 
 
-class Form(Configured):
+class Form(ConfiguredVerifier):
     """1 when every term holds, else 0; each term is a part, and `terms` the share that holds. Settings in `task.data["form"]`.
 
     White space at both ends of the answer plays no part. Patterns are in `rewards.pattern`, schemas in `rewards.json_schema`.

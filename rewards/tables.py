@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.base.numbers import number, same_number
+from agentrl.base.numbers import parse_number, same_number
 from agentrl.records import Episode, Score, Task
 
 RELATIVE = 1e-6
@@ -33,5 +33,5 @@ def says(answer: str, truth: str, tolerance: float = 0.0) -> bool:
     answer = answer.strip()
     if answer == truth:
         return True
-    given, wanted = number(answer), number(truth)
+    given, wanted = parse_number(answer), parse_number(truth)
     return given is not None and wanted is not None and same_number(given, wanted, relative=RELATIVE, absolute=tolerance)

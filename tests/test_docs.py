@@ -23,10 +23,10 @@ from agentrl.cli.project import init_project
 from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.config.section import Needs, Section, named_section_of, section_of
 from agentrl.errors import RecipeError
-from agentrl.evaluation.policies import find_policy, make_part
+from agentrl.evaluation.policies import find_policy, load_policy_plugin
 from agentrl.failure.triage import load_rules
-from agentrl.judge.failure_judge import load_judge
-from agentrl.testing.chat_server import ChatServer, Says
+from agentrl.judge.failure_judge import load_failure_judge
+from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from tests.failure import traces
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,13 +236,13 @@ def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
 
 def test_the_example_of_a_judge_of_failures_is_one(project: Path) -> None:
     write_examples("failures.md", project)
-    judge = load_judge(f"{project}/triage/reader.py:reader")
+    judge = load_failure_judge(f"{project}/triage/reader.py:reader")
     assert "- wrong_unit: the answer is the truth in another unit" in judge._instructions() and judge.budget.calls == 2_000
 
 
 def test_the_policy_example_answers_the_cases_of_a_suite(project: Path) -> None:
     write_examples("failures.md", project)
-    made = make_part(find_policy(f"{project}/policies/sure.py:policy"))
+    made = load_policy_plugin(find_policy(f"{project}/policies/sure.py:policy"))
     calls, errors, _ = read_calls(made.script(0, "any episode"))
     assert [(call.name, call.arguments) for call in calls] == [("submit", {"answer": "97"})] and not errors
 
@@ -334,9 +334,9 @@ def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: P
     asks = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
     heard: list[str] = []
 
-    def answers(body: Mapping[str, Any], number: int) -> Says:
+    def answers(body: Mapping[str, Any], number: int) -> ScriptedAnswer:
         heard.append(body["messages"][-1]["content"])
-        return Says(f"it is {heard[-1]}") if number else Says(raw=json.dumps(asks).encode())
+        return ScriptedAnswer(f"it is {heard[-1]}") if number else ScriptedAnswer(raw=json.dumps(asks).encode())
 
     with ChatServer(answers) as server:
         told = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}

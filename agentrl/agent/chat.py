@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl.agent.arguments import problems
-from agentrl.agent.escaping import Fence
+from agentrl.agent.arguments import argument_errors
+from agentrl.agent.escaping import ControlTokenEscaper
 from agentrl.agent.forms import Frame, Reading
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
-from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
-from agentrl.agent.template_probe import SHOWN, Found, find_form, rewrites
+from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, probe_tokenizer, select_template
+from agentrl.agent.template_probe import SHOWN, TemplateForm, find_form, rewrites
 from agentrl.errors import UserError
 from agentrl.records import Message, ToolCall
 from agentrl.records.limits import Thinking
@@ -61,11 +61,11 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> None:
-        tokenizer.chat_template = one_template(tokenizer.chat_template)
+        tokenizer.chat_template = select_template(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
-                fix=f"set policy.chat_template to one that ships ({', '.join(SHIPPED)}) or to a file, or use an instruction-tuned model",
+                fix=f"set policy.chat_template to one that ships ({', '.join(SHIPPED_TEMPLATES)}) or to a file, or use an instruction-tuned model",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -74,7 +74,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer)
         control = _control_tokens(tokenizer)
-        self._fence = Fence(control)
+        self._fence = ControlTokenEscaper(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # which any text may have
         self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and what they are called
         found = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
@@ -165,7 +165,7 @@ class ChatFormat:
 
     def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
-        return problems(schema, arguments)
+        return argument_errors(schema, arguments)
 
     def frame(self, name: str) -> Frame | None:
         """The text around the arguments of a call of this tool; None if guided decoding cannot enforce the policy's form."""
@@ -239,7 +239,7 @@ class ChatFormat:
     def _delta(self, outputs: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:
         return self._renderer.ids(self._seam.between(outputs, names, numbers))
 
-    def _check_extended(self, found: Found, rewritten: Rewritten) -> str:
+    def _check_extended(self, found: TemplateForm, rewritten: Rewritten) -> str:
         reason = rewrites(self._renderer, self._seam, found)
         if reason and rewritten == "refuse":
             raise UserError(
@@ -274,10 +274,10 @@ class ChatFormat:
 def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
     """The chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
 
-    First tests tokenizer and template in a separate process (`try_tokenizer`).
+    First tests tokenizer and template in a separate process (`probe_tokenizer`).
     """
     load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as such
-    try_tokenizer(folder, template)
+    probe_tokenizer(folder, template)
     tokenizer = load(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template

@@ -19,12 +19,12 @@ RESTARTED = "restarted"
 """The stop reason of a line of turns whose conversation goes on in another."""
 
 
-def current(episode: LiveEpisode) -> LiveTrajectory:
+def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
     """The line of turns that the main agent goes on with, of a state too: no sub-agent is at work there."""
     return next(line for line in reversed(episode.trajectories) if not line.stop_reason)
 
 
-def go_on(
+def continue_context(
     chat: ChatFormat,
     episode: LiveEpisode,
     line: LiveTrajectory,

@@ -9,7 +9,7 @@ _SEPARATORS = " \N{MIDDLE DOT}\N{REPLACEMENT CHARACTER}"
 _PRIVATE = range(0xF0000, 0xFFFFE)
 
 
-class Fence:
+class ControlTokenEscaper:
     """Breaks up the `tokens` that a text spells: after its first character comes one that is in none of them, most often a space.
 
     No token can lie across that character, so breaking one up never makes another, and one pass over the text is enough: every

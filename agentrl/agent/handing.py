@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from agentrl.base.user_code import printable
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, Failure
-from agentrl.task.outputs import collect
+from agentrl.task.outputs import collect_outputs
 
 FOLDER = "helper-{number}"
 """Where a sub-agent's files come to; `number` is that of its trajectory."""
@@ -33,7 +33,7 @@ async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode
         return ""
     sandbox = await worker.sandbox()
     with worker.running(sandbox):
-        collected = await collect(sandbox, patterns)
+        collected = await collect_outputs(sandbox, patterns)
     refused = dict(collected.refused)
     taken: list[str] = []
     if collected.files:

@@ -22,7 +22,7 @@ import re
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-KEPT_CALLS = 512
+MAX_CALLS_PER_TOOL = 512
 """The newest calls that are kept for each tool."""
 KEPT_EPISODES = 4096
 """The newest episodes whose first outage is kept."""
@@ -72,18 +72,18 @@ class CallRecord:
         """Records a successful call."""
         self._add(tool, caller, ok=True)
 
-    def failed(self, tool: str, caller: Caller, *, since: int | None = None) -> Case:
+    def failed(self, tool: str, caller: Caller, *, since: int | None = None) -> OutageCase:
         """Records an outage and returns its case. `since`: for a late call, the value of `ended` when the call was made."""
         call, key = self._add(tool, caller, ok=False), (tool, caller.episode)
         first, attempt = self._first.setdefault(key, (call.number, caller.attempt))
         while len(self._first) > KEPT_EPISODES:
             self._first.popitem(last=False)
         again = attempt != caller.attempt
-        return Case(self._calls[tool], call, since=first if again else call.number if since is None else since, again=again)
+        return OutageCase(self._calls[tool], call, since=first if again else call.number if since is None else since, again=again)
 
     def _add(self, tool: str, caller: Caller, *, ok: bool) -> _Call:
         self.ended += 1
-        calls = self._calls.setdefault(tool, deque(maxlen=KEPT_CALLS))
+        calls = self._calls.setdefault(tool, deque(maxlen=MAX_CALLS_PER_TOOL))
         self._calls.move_to_end(tool)
         while len(self._calls) > KEPT_TOOLS:
             self._calls.popitem(last=False)
@@ -91,7 +91,7 @@ class CallRecord:
         return calls[-1]
 
 
-class Case:
+class OutageCase:
     """One undecided outage. Call `withdraw` if the call is answered after all."""
 
     def __init__(self, calls: deque[_Call], call: _Call, *, since: int, again: bool) -> None:

@@ -23,15 +23,15 @@ def reading_policy_text(what: str) -> Iterator[None]:
     Args:
         what: completes the error message "the policy's text cannot be ...".
     """
-    since = user_code.cancellations()
+    since = user_code.cancellation_count()
     try:
         yield
     except Exception as error:
-        user_code.let_go(error, since)
-        if user_code.cause(error, *_BLAMED) is not None:
+        user_code.reraise_if_fatal(error, since)
+        if user_code.first_cause(error, *_BLAMED) is not None:
             raise
-        user_code.report(f"the policy's text cannot be {what}", error)
-        raise PolicyFault(f"the policy's text cannot be {what}: {user_code.describe(error, 1000)}") from error
+        user_code.log_unexpected(f"the policy's text cannot be {what}", error)
+        raise PolicyFault(f"the policy's text cannot be {what}: {user_code.describe_error(error, 1000)}") from error
 
 
 def read_turn(

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.agent import ChatFormat, load_tools
-from agentrl.agent.mcp.messages import Refused, Wrong
-from agentrl.agent.mcp.servers import PREFIX, Connection, RunTools, Server
-from agentrl.agent.mcp.tool_list import Offer, changed, excluded, offers
+from agentrl.agent.mcp.messages import InvalidMessage, ServerError
+from agentrl.agent.mcp.servers import MCP_PREFIX, RunTools, Server, ServerConnection
+from agentrl.agent.mcp.tool_list import ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.agent.mcp.transports import Unanswered
 from agentrl.agent.tools import Bounds
-from agentrl.agent.wording import Words
-from agentrl.base.files import write
-from agentrl.base.liveness import Answers
+from agentrl.agent.wording import ToolWording
+from agentrl.base.files import write_atomically
+from agentrl.base.liveness import AnswerLiveness
 from agentrl.config.recipe import DelegationConfig, ToolsConfig
 from agentrl.config.tools import MCPConfig
 from agentrl.errors import UserError
@@ -27,42 +27,42 @@ from agentrl.records import Split, Task
 
 log = logging.getLogger(__name__)
 
-FILE = "mcp.json"
-LOOKED_AT = 32
+MCP_FILE = "mcp.json"
+MAX_TASKS = 32
 """Tasks of the training split among which one must name each server."""
 _CLOSE_S = 5.0
 _MOST_REASONS = 8  # in one warning
 
 
-def declared(tools: ToolsConfig, root: Path) -> RunTools:
+def declared_tools(tools: ToolsConfig, root: Path) -> RunTools:
     """The tools of the recipe, before any server is started. Raises `UserError` for a secret reference that does not resolve."""
     servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in tools.mcp.items()}
     for server in servers.values():
         server.check_secrets()
     bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
-    words = {name: Words(description=one.description, arguments=one.arguments) for name, one in tools.words.items()}
+    words = {name: ToolWording(description=one.description, arguments=one.arguments) for name, one in tools.words.items()}
     return RunTools(servers=servers, bounds=bounds, words=words)
 
 
-def _live(name: str, config: MCPConfig) -> Answers | None:
+def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
     """The liveness of a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
     if config.command:
         return None
     program = "run the program in a shell to test it; a call without an answer in time ends it, and the next call restarts it"
     fix = program if config.host_command else "check the server; episodes reconnect automatically"
-    return Answers(f"MCP server {name}", fix=fix, first_s=config.start_timeout_s)
+    return AnswerLiveness(f"MCP server {name}", fix=fix, first_s=config.start_timeout_s)
 
 
-def candidates(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
+def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
     """The tasks that a run starts its MCP servers from: the first ones of its family, then others."""
-    for split, most in {Split.TRAIN: LOOKED_AT, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
+    for split, most in {Split.TRAIN: MAX_TASKS, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
         size = family.size(split)
         for index in range(most if size is None else min(size, most)):
             yield family.task(split, index)
     yield from others
 
 
-def with_sub_agents(tasks: Iterable[Task], delegation: DelegationConfig | None) -> Iterator[Task]:
+def with_sub_agent_tools(tasks: Iterable[Task], delegation: DelegationConfig | None) -> Iterator[Task]:
     """The tasks, and after the first of them the same with the tools of its sub-agents, where these have their own."""
     for number, task in enumerate(tasks):
         yield task
@@ -70,7 +70,7 @@ def with_sub_agents(tasks: Iterable[Task], delegation: DelegationConfig | None) 
             yield replace(task, tools=delegation.tools)
 
 
-async def pinned(
+async def pin_tools(
     tools: RunTools,
     tasks: Iterable[Task],
     sandboxes: SandboxBackend,
@@ -85,22 +85,22 @@ async def pinned(
 
     Args:
         tasks: read until each server is used by one.
-        folder: of the run. When it is resumed, the servers must list the tools that it started with (`keep`).
+        folder: of the run. When it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
         every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
         idle_words: whether `tools.words` may contain tools that none of these tasks has, because other tasks of the run have them.
         chat: of the policy. It breaks up control tokens in every text of a server, and excludes tools that the policy cannot call.
         memory: of the recipe. `tools.bounds` applies to its tools, too.
 
-    Raises `UserError` if a server does not start, its tools cannot be offered (`offers`), or they differ from those at the run's start.
+    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's start.
     """
     if not tools.servers and not tools.bounds and not tools.words:
         return tools
-    looked_at = list(itertools.islice(tasks, 4 * LOOKED_AT))
+    looked_at = list(itertools.islice(tasks, 4 * MAX_TASKS))
     users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
     if every and (unused := [name for name in tools.servers if name not in users]):
         raise UserError(
-            f"tools.mcp.{unused[0]} does nothing: none of the {len(looked_at)} tasks that were looked at names {PREFIX}{unused[0]}",
-            fix=f"add {PREFIX}{unused[0]} to the tools of tasks, or leave the server out",
+            f"tools.mcp.{unused[0]} does nothing: none of the {len(looked_at)} tasks that were looked at names {MCP_PREFIX}{unused[0]}",
+            fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or leave the server out",
         )
     kept = _read(folder)
     asked = await asyncio.gather(*(_asked(tools.servers[name], task, sandboxes) for name, task in users.items()))
@@ -108,18 +108,18 @@ async def pinned(
     for server, listed in asked:
         before = kept.get(server.name)
         try:
-            usable = before or offers(listed, server.config.only)
-        except Wrong as error:
+            usable = before or usable_tools(listed, server.config.only)
+        except InvalidMessage as error:
             raise _refused(server, f"it offers {error}") from None
         shown, reasons = _shown(usable, chat)
         if reasons and (server.config.only or not shown):
             raise _refused(server, next(iter(reasons.values())))
-        reasons |= {} if server.config.only else excluded(listed)
+        reasons |= {} if server.config.only else excluded_tools(listed)
         if reasons:
             more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
             listing = "; ".join(itertools.islice(reasons.values(), _MOST_REASONS))
             log.warning("tools.mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
-        if before is not None and (difference := changed(before, listed)):
+        if before is not None and (difference := tool_difference(before, listed)):
             raise UserError(
                 f"tools.mcp.{server.name}: it is not the server that this run began with: {difference}",
                 fix="install the version that it began with, or begin another run",
@@ -131,7 +131,7 @@ async def pinned(
     return made
 
 
-def _shown(usable: Sequence[Offer], chat: ChatFormat | None) -> tuple[tuple[Offer, ...], dict[str, str]]:
+def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
     """The tools as the agent sees them, and by name the reason for each tool that cannot be offered to this policy."""
     shown, reasons = [], {}
     for tool in usable:
@@ -145,11 +145,11 @@ def _shown(usable: Sequence[Offer], chat: ChatFormat | None) -> tuple[tuple[Offe
     return tuple(shown), reasons
 
 
-def keep(tools: RunTools, folder: Path) -> None:
+def save_tool_offers(tools: RunTools, folder: Path) -> None:
     """Writes down what a run begins with; a run that is resumed has it."""
-    if tools.servers and not (folder / FILE).exists():
+    if tools.servers and not (folder / MCP_FILE).exists():
         data = {name: [one.to_data() for one in server.offers or ()] for name, server in tools.servers.items()}
-        write(folder / FILE, json.dumps(data, indent=1, ensure_ascii=False))
+        write_atomically(folder / MCP_FILE, json.dumps(data, indent=1, ensure_ascii=False))
 
 
 def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None, *, every: bool) -> None:
@@ -169,13 +169,13 @@ def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | 
 
 async def _asked(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
     """What a server says that it offers."""
-    sandbox, connection = None, Connection(server)
+    sandbox, connection = None, ServerConnection(server)
     try:
         if server.in_sandbox:
             await sandboxes.prepare(task.sandbox)
             sandbox = await sandboxes.open(task.sandbox, files=task.contents())
         return server, await connection.listed(sandbox)
-    except (Unanswered, Wrong, Refused) as error:
+    except (Unanswered, InvalidMessage, ServerError) as error:
         raise _refused(server, str(error)) from None
     finally:
         await connection.close(timeout_s=_CLOSE_S)
@@ -194,12 +194,12 @@ def _refused(server: Server, problem: str) -> UserError:
 
 
 def _server(name: str) -> str:
-    return name.removeprefix(PREFIX).partition("/")[0] if name.startswith(PREFIX) else ""
+    return name.removeprefix(MCP_PREFIX).partition("/")[0] if name.startswith(MCP_PREFIX) else ""
 
 
-def _read(folder: Path | None) -> dict[str, tuple[Offer, ...]]:
+def _read(folder: Path | None) -> dict[str, tuple[ListedTool, ...]]:
     """What a run that is resumed began with."""
-    if folder is None or not (folder / FILE).is_file():
+    if folder is None or not (folder / MCP_FILE).is_file():
         return {}
-    data = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    return {name: offers(listed, ()) for name, listed in data.items()}
+    data = json.loads((folder / MCP_FILE).read_text(encoding="utf-8"))
+    return {name: usable_tools(listed, ()) for name, listed in data.items()}

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.agent.forms import FORMS, CallForm, named
+from agentrl.agent.forms import FORMS, CallForm, call_form
 from agentrl.agent.rendering import NO_ID, OTHER, THINK, Renderer, tool_message
 from agentrl.errors import UserError
 from agentrl.records import Message, ToolCall
@@ -140,7 +140,7 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TemplateForm:
     """The form of a template's calls, and what is known of it."""
 
     form: CallForm
@@ -151,14 +151,14 @@ class Found:
     ends: tuple[str, ...]  # tokens that the template writes after the assistant's text (`turn_ends`)
 
 
-def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> Found:
+def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> TemplateForm:
     """The form in which the model is asked to call tools: the one of a name, or the one that reads what the template writes.
 
     A turn ends with a token that the template writes there, the tokenizer's eos, or an end token of the form.
 
     Raises `UserError` for a name that there is not, for a form that does not read the template's calls, and as `Seam` does.
     """
-    given = None if name is None else named(name)
+    given = None if name is None else call_form(name)
     ends, calls = turn_ends(renderer, control), shows_calls(renderer)
 
     def seam_of(form: CallForm) -> Seam:
@@ -169,7 +169,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
         form = given or FORMS["hermes"]
         how = "policy.tool_format" if given else "the template has no form for calls, and the task must ask for this one"
         how += "; it has no tool messages, so tool results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
-        return Found(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
+        return TemplateForm(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, double = _call(random.Random(0)), (_call(random.Random(1)), _call(random.Random(2)))
     shown, unfit = "", None
     for form in [given] if given else FORMS.values():
@@ -184,7 +184,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
         if reading.calls == (single,) and not reading.errors:
             more, parallel = _several(renderer, seam, form, double)
             how = "policy.tool_format" if given else "read off the chat template"
-            return Found(form=form, seam=seam, how=how, parallel=parallel, written=said + more, ends=ends)
+            return TemplateForm(form=form, seam=seam, how=how, parallel=parallel, written=said + more, ends=ends)
     if unfit is not None and not shown:
         raise unfit
     if given:
@@ -222,7 +222,7 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
     return renderer.said(new[same:]).removesuffix(delta)
 
 
-def rewrites(renderer: Renderer, seam: Seam, found: Found) -> str:
+def rewrites(renderer: Renderer, seam: Seam, found: TemplateForm) -> str:
     """Why a template cannot be extended exactly; empty where random conversations are what their parts add up to."""
     for seed in range(4):
         if reason := _rewrites(renderer, seam, found, _beginning(renderer, seed), random.Random(seed)):
@@ -249,7 +249,7 @@ def _beginning(renderer: Renderer, seed: int) -> _Beginning:
     return _Beginning(messages=(asked,), schemas=())
 
 
-def _rewrites(renderer: Renderer, seam: Seam, found: Found, begun: _Beginning, draw: random.Random) -> str:
+def _rewrites(renderer: Renderer, seam: Seam, found: TemplateForm, begun: _Beginning, draw: random.Random) -> str:
     """One conversation of three rounds, rendered whole after each of them."""
     messages = list(begun.messages)
     before, calls_so_far = renderer.text(renderer.messages(messages), begun.schemas), 0

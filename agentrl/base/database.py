@@ -1,6 +1,6 @@
 """Opens agentrl's SQLite files: checks their application id and schema, uses write-ahead logging, and writes in transactions.
 
-A run folder may come from a third party, so its files count as hostile: open them with `connect`, and run queries `within` a time.
+A run folder may come from a third party, so its files count as hostile: open them with `connect`, and run queries `query_deadline` a time.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
 def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
     """Runs the statements of `schema` in a file that is empty. Of several processes that open a new file, one makes the tables."""
     with transaction(db):
-        if pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
+        if read_pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
             for statement in schema:
                 db.execute(statement)
 
 
-class NotOurs(sqlite3.DatabaseError):
+class ForeignDatabase(sqlite3.DatabaseError):
     """A file has content that agentrl does not write."""
 
 
 def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
     """Opens one of agentrl's SQLite files, or a database in memory for None, in autocommit mode and for use by several threads.
 
-    Raises `NotOurs` as `check_files` and `protect` do.
+    Raises `ForeignDatabase` as `check_files` and `restrict_connection` do.
     """
     if path is not None:
         check_files(path)
     db = sqlite3.connect(path or ":memory:", timeout=timeout_s, isolation_level=None, check_same_thread=False)
     try:
-        protect(db, schema, longest=longest)
+        restrict_connection(db, schema, longest=longest)
     except BaseException:
         db.close()
         raise
@@ -81,25 +81,25 @@ def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longe
 
 
 def check_files(path: Path) -> None:
-    """Raises `NotOurs` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
+    """Raises `ForeignDatabase` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
 
     SQLite writes to the files next to it, and follows links: a link would have it overwrite a file of its reader. The files are not
     opened, because a close would end the locks of other connections of this process.
     """
     for end in ("", "-wal", "-shm", "-journal"):
         try:
-            untrusted_files.check(path.with_name(path.name + end), inside=path.parent)
+            untrusted_files.check_file(path.with_name(path.name + end), inside=path.parent)
         except FileNotFoundError:
             if path.with_name(path.name + end).is_symlink():
-                raise NotOurs(f"{path.name}{end} is a link to a file that does not exist") from None
+                raise ForeignDatabase(f"{path.name}{end} is a link to a file that does not exist") from None
         except ValueError as error:
-            raise NotOurs(f"{path.name}{end} {error}") from None
+            raise ForeignDatabase(f"{path.name}{end} {error}") from None
 
 
-def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
+def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
     """Restricts an open file: no functions in its schema, no value of more than `longest` bytes.
 
-    Raises `NotOurs` for views, triggers, virtual tables and everything else that `schema` does not create.
+    Raises `ForeignDatabase` for views, triggers, virtual tables and everything else that `schema` does not create.
     """
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
     db.execute("PRAGMA trusted_schema = OFF")
@@ -110,7 +110,7 @@ def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 <
         text = sql if isinstance(sql, str) else ""
         statement = _MAKES.match(text)  # as another version of agentrl or SQLite may write it
         if text not in ours and (statement is None or statement.groups() not in forms or _COMPUTED.search(text)):
-            raise NotOurs(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
+            raise ForeignDatabase(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
 
 
 @functools.lru_cache(maxsize=16)
@@ -128,7 +128,7 @@ _COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
 
 
 @contextmanager
-def within(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
+def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
     """Limits the total time of the queries in the block. Raises `sqlite3.OperationalError`."""
     until = time.monotonic() + seconds
     db.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
@@ -142,8 +142,8 @@ def within(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
         db.set_progress_handler(None, 0)
 
 
-def packed(data: bytes) -> bytes:
-    """Compresses the content of a zstd column so that `unpacked` accepts it.
+def compress(data: bytes) -> bytes:
+    """Compresses the content of a zstd column so that `decompress` accepts it.
 
     What a policy in a loop writes may compress 10,000-fold. Such a body gets a frame of padding, so that it has 1 byte for each 256 of its
     content.
@@ -155,7 +155,7 @@ def packed(data: bytes) -> bytes:
     return body
 
 
-def unpacked(body: object, *, most: int | None = None) -> bytes:
+def decompress(body: object, *, most: int | None = None) -> bytes:
     """Decompresses the content of a zstd column. Raises `ValueError` for more than `most` bytes, and for invalid content."""
     if not isinstance(body, bytes):
         raise ValueError(f"it has a value of type {type(body).__name__} instead of bytes")
@@ -168,10 +168,10 @@ def unpacked(body: object, *, most: int | None = None) -> bytes:
         raise ValueError(str(error)) from error
 
 
-def damaged(error: sqlite3.Error) -> bool:
+def is_damaged(error: sqlite3.Error) -> bool:
     """Whether the file itself is at fault, and not the disk, a lock, the statement, or who uses it: such errors may have no code."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def pragma(db: sqlite3.Connection, name: str) -> int:
+def read_pragma(db: sqlite3.Connection, name: str) -> int:
     return int(db.execute(f"PRAGMA {name}").fetchone()[0])

@@ -22,7 +22,7 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
-def leaves(error: BaseException) -> Iterator[BaseException]:
+def group_members(error: BaseException) -> Iterator[BaseException]:
     """The errors in a group, in its order; any other error by itself."""
     pending = [error]
     while pending:  # without recursion: groups may be nested deeper than Python's stack
@@ -33,7 +33,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
             yield one
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
+def error_chain(error: BaseException) -> Iterator[BaseException]:
     """An error, the members of a group, and every error that each was raised from or while handling."""
     pending, seen = [error], set()
     while pending:
@@ -45,9 +45,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         pending += [*(one.exceptions if isinstance(one, BaseExceptionGroup) else ()), *filter(None, (one.__cause__, one.__context__))]
 
 
-def disk_full(error: BaseException) -> BaseException | None:
+def disk_full_error(error: BaseException) -> BaseException | None:
     """The error in the chain of `error` that reports a full disk (or quota), if any."""
-    return next((one for one in chain(error) if _says_full(one)), None)
+    return next((one for one in error_chain(error) if _says_full(one)), None)
 
 
 def _says_full(error: BaseException) -> bool:
@@ -59,11 +59,11 @@ def _says_full(error: BaseException) -> bool:
     return isinstance(error, DiskFull) or any(words in text for words in _FULL_TEXTS) or _TORCH_WRITES.search(text) is not None
 
 
-def first(error: BaseException) -> BaseException:
+def main_error(error: BaseException) -> BaseException:
     """The error to show: a full disk, else the first of ours (a user error before others), else the first."""
-    errors = list(leaves(error))
-    if any(disk_full(one) for one in errors):
-        return next(one for one in errors if disk_full(one))
+    errors = list(group_members(error))
+    if any(disk_full_error(one) for one in errors):
+        return next(one for one in errors if disk_full_error(one))
     for kind in (UserError, AgentRLError):
         for one in errors:
             if isinstance(one, kind):
@@ -71,30 +71,30 @@ def first(error: BaseException) -> BaseException:
     return errors[0]
 
 
-def short(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """`Type: message`, cut to fit a terminal."""
-    return clip(f"{type(error).__name__}: {error}".removesuffix(": "))
+    return clip_text(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
-def location(error: BaseException) -> str:
+def raise_location(error: BaseException) -> str:
     """`file:line` where an error was raised: the innermost line of the user's code, else of ours, else "".
 
     For a SyntaxError it is the wrong line.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{shown(error.filename)}:{error.lineno}"
+        return f"{display_path(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE) and not _of_a_library(frame.filename)]
     ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
     known = theirs or ours
-    return f"{shown(known[-1].filename)}:{known[-1].lineno}" if known else ""
+    return f"{display_path(known[-1].filename)}:{known[-1].lineno}" if known else ""
 
 
 def _of_a_library(path: str) -> bool:
     return path.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(Path(path).parts)
 
 
-def shown(path: str) -> str:
+def display_path(path: str) -> str:
     """A path as a person would type it: relative when below the current directory."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
@@ -102,7 +102,7 @@ def shown(path: str) -> str:
         return path
 
 
-def clip(text: str) -> str:
+def clip_text(text: str) -> str:
     """At most six lines and 600 characters."""
     kept = "\n".join(text.strip().splitlines()[:6])
     return kept if len(kept) <= _LONGEST else kept[: _LONGEST - 3] + "..."
@@ -130,7 +130,7 @@ _WRAPPERS = re.compile(
 )
 
 
-def in_log(text: str) -> tuple[str, str]:
+def cause_in_log(text: str) -> tuple[str, str]:
     """Cause and fix (may be "") by a log: a known cause, else the last traceback's error, else the last line.
 
     Errors that only point to another process's are left out. ("", "") when the log says nothing.
@@ -141,9 +141,9 @@ def in_log(text: str) -> tuple[str, str]:
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     raised = [number for number, line in enumerate(lines) if _RAISED.match(line) and not _WRAPPERS.search(line)]
     if raised:
-        return clip("\n".join(_message(lines, raised[-1]))), ""
+        return clip_text("\n".join(_message(lines, raised[-1]))), ""
     last = next((line for line in reversed(lines) if line.strip() and not _WRAPPERS.search(line)), "")
-    return clip(last), ""
+    return clip_text(last), ""
 
 
 def _message(lines: list[str], start: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from statistics import NormalDist
 LEVEL = 0.95
 
 
-def wilson(share: float, n: float, *, level: float = LEVEL) -> tuple[float, float]:
+def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[float, float]:
     """Wilson's score interval of a share of `n` (Wilson 1927), which stays honest near 0 and 1 and for small n; it holds `share`.
 
     Args:
@@ -20,17 +20,17 @@ def wilson(share: float, n: float, *, level: float = LEVEL) -> tuple[float, floa
     return max(0.0, min(center - half, share)), min(1.0, max(center + half, share))
 
 
-def student_t(freedom: int, *, level: float = LEVEL) -> float:
+def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
     """The t that Student's distribution with so many degrees of freedom keeps within, up or down, with probability `level`."""
     low, high = 0.0, 1.0
-    while student_within(high, freedom) < level:
+    while student_t_probability(high, freedom) < level:
         high *= 2
     while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if student_within(middle, freedom) < level else (low, middle)
+        low, high = (middle, high) if student_t_probability(middle, freedom) < level else (low, middle)
     return high
 
 
-def student_within(t: float, freedom: int) -> float:
+def student_t_probability(t: float, freedom: int) -> float:
     """Probability of |T| <= t: a finite sum for a whole number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)

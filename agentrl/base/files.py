@@ -22,7 +22,7 @@ _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[Path]:
+def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[Path]:
     """A path beside `path` for the block to fill; what it wrote is then synced and takes the place of `path`.
 
     Whoever looks, also after a power cut, finds the old content or the new one, and no half of it. A block that fails leaves `path` as
@@ -47,14 +47,14 @@ def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[P
         yield part
         if is_private(path.parent):
             part.chmod(part.stat().st_mode & 0o700)
-        sync(part)
+        fsync_path(part)
         part.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
     if durable:
-        sync(path.parent)
+        fsync_path(path.parent)
 
 
 def is_private(folder: Path) -> bool:
@@ -75,20 +75,20 @@ def _no_file(path: Path) -> bool:
     return path.absolute().parent in _OPENED or (path.exists() and not path.is_file() and not path.is_dir())
 
 
-def write(path: Path, content: bytes | str, *, tag: str = "", durable: bool = False, private: bool = False) -> None:
-    """Gives a file new content, whole or not at all; text is written as UTF-8. See `replacing`.
+def write_atomically(path: Path, content: bytes | str, *, tag: str = "", durable: bool = False, private: bool = False) -> None:
+    """Gives a file new content, whole or not at all; text is written as UTF-8. See `replace_file`.
 
     Args:
         private: only this user can read the file, independently of the umask and the folder.
     """
-    with replacing(path, tag=tag, durable=durable) as part:
+    with replace_file(path, tag=tag, durable=durable) as part:
         if private:
             part.unlink(missing_ok=True)
             part.touch(mode=0o600, exist_ok=False)
         part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def part_folder(final: Path) -> Path:
+def partial_folder(final: Path) -> Path:
     """An empty folder beside `final` to fill; what an interrupted attempt left there is removed."""
     part = final.with_name(f".{final.name}.part")
     if part.exists():
@@ -98,21 +98,21 @@ def part_folder(final: Path) -> Path:
 
 
 def commit_folder(part: Path, final: Path) -> None:
-    """Gives a filled `part_folder` its final name, durably. A folder of that name is replaced, and removed only after that."""
+    """Gives a filled `partial_folder` its final name, durably. A folder of that name is replaced, and removed only after that."""
     for path in sorted(part.rglob("*")):
-        sync(path)
-    sync(part)
+        fsync_path(path)
+    fsync_path(part)
     old = final.with_name(f".{final.name}.old")
     if old.exists():  # of an attempt that was interrupted right here
         shutil.rmtree(old)
     if final.exists():
         final.rename(old)
     part.rename(final)
-    sync(final.parent)
+    fsync_path(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Has a file's content, or a folder's names, survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -145,7 +145,7 @@ def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -
     lines survive a power cut from here on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    cut_torn_line(path)
+    remove_torn_line(path)
     new = not path.exists()
     with path.open("ab") as file:
         file.writelines(lines)
@@ -153,24 +153,24 @@ def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -
         if durable:
             os.fsync(file.fileno())
     if new and durable:
-        sync(path.parent)
+        fsync_path(path.parent)
 
 
-def whole_lines(path: Path) -> list[bytes]:
+def complete_lines(path: Path) -> list[bytes]:
     """The lines of a file, without line ends; empty if the file is missing. Excludes an incomplete last line. Raises `ValueError` if the
     path is not a regular file."""
     try:
-        return untrusted_files.content(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
+        return untrusted_files.read_bytes(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The values of `whole_lines`. Raises `ValueError` for a line that is no JSON."""
-    return [json.loads(line) for line in whole_lines(path)]
+    """The values of `complete_lines`. Raises `ValueError` for a line that is no JSON."""
+    return [json.loads(line) for line in complete_lines(path)]
 
 
-def cut_torn_line(path: Path) -> None:
+def remove_torn_line(path: Path) -> None:
     """Removes a last line without its end."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
@@ -178,7 +178,7 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def tail(path: Path, *, most: int, start: int = 0) -> str:
+def tail_bytes(path: Path, *, most: int, start: int = 0) -> str:
     """The last `most` bytes of what a file holds from byte `start` on, as text; empty where there is no file."""
     try:
         with path.open("rb") as file:

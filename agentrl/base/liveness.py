@@ -1,7 +1,7 @@
 """Detects parts of a run that make no progress, with a deadline for each kind of work that is derived from its history.
 
 Progress is completed work (a micro-batch, a checkpoint, a token, an answer); a living process is not enough. A part reports what it is
-about to do. The deadline is `FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a history of
+about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a history of
 at least half the size has the longer deadline `first_s`: a first step compiles, a first checkpoint creates files.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
-FACTOR = 10.0
-LEAST_S = 60.0
+DEADLINE_FACTOR = 10.0
+MIN_DEADLINE_S = 60.0
 """Shortest deadline: longer than the pauses of a busy machine."""
 SOUND_S = 600.0
 """Seconds of work after which earlier failures of the part no longer count."""
@@ -33,7 +33,7 @@ class Liveness:
     _size: float  # of the current work
     _since: float  # its start, on the clock
 
-    def __init__(self, what: str, *, first_s: float, least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, what: str, *, first_s: float, least_s: float = MIN_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             what: the part's name in messages, such as "the learner".
@@ -47,7 +47,7 @@ class Liveness:
         self._met: set[str] = set()  # kinds of work, in this life
         self._current: tuple[str, bool] | None = None
         self.needs_s = 0.0
-        """Seconds that a piece of the work takes by a measurement. No deadline is shorter than `FACTOR` times this."""
+        """Seconds that a piece of the work takes by a measurement. No deadline is shorter than `DEADLINE_FACTOR` times this."""
         self.begin()
 
     def begin(self, work: str = "starting") -> None:
@@ -79,11 +79,11 @@ class Liveness:
         """Seconds of silence that are allowed now; infinite at rest."""
         if self._current is None:
             return float("inf")
-        least_s = max(self._least_s, FACTOR * self.needs_s)
+        least_s = max(self._least_s, DEADLINE_FACTOR * self.needs_s)
         taken = self._taken.get(self._current, ())
         if not any(2 * size >= self._size for size, _ in taken):
             return max(self._first_s, least_s)
-        return max(least_s, FACTOR * max(seconds for _, seconds in taken))
+        return max(least_s, DEADLINE_FACTOR * max(seconds for _, seconds in taken))
 
     def overdue(self) -> str:
         """The reason why the part counts as stuck; empty while its silence is within the deadline."""
@@ -126,14 +126,14 @@ class Restarts:
         self._since = self._clock()
 
 
-class Answers:
+class AnswerLiveness:
     """The liveness of an external part that answers questions of many episodes: an MCP server or a judge's endpoint.
 
     Time counts while any question waits. After `deadline_s` of such time without an answer, the part counts as stuck until it answers.
     """
 
     def __init__(
-        self, what: str, *, fix: str, first_s: float, least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic
+        self, what: str, *, fix: str, first_s: float, least_s: float = MIN_DEADLINE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:
@@ -165,8 +165,8 @@ class Answers:
 
     @property
     def deadline_s(self) -> float:
-        """`FACTOR` times the longest time to an answer so far, and at least `least_s`."""
-        return self._first_s if self._longest_s is None else max(self._least_s, FACTOR * self._longest_s)
+        """`DEADLINE_FACTOR` times the longest time to an answer so far, and at least `least_s`."""
+        return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
 
     def overdue(self) -> str:
         """The reason why the part counts as stuck; empty if it answers, or if no question has waited long enough. Call it regularly."""
@@ -183,9 +183,9 @@ class Answers:
         self._looked = now
 
 
-_asked: WeakSet[Answers] = WeakSet()
+_asked: WeakSet[AnswerLiveness] = WeakSet()
 
 
-def asked() -> list[Answers]:
+def external_parts() -> list[AnswerLiveness]:
     """The parts of this process that have received a question."""
     return list(_asked)

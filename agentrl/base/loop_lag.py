@@ -2,7 +2,7 @@
 
 While the loop stands still, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
 code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the blame
-for a missed deadline depends on how long the loop stood still before it (`Stalls`).
+for a missed deadline depends on how long the loop stood still before it (`StallCount`).
 """
 
 from __future__ import annotations
@@ -110,21 +110,21 @@ class LoopLag:
         )
 
 
-DRIVER = LoopLag()
+DRIVER_LAG = LoopLag()
 """The loop of this process."""
 
 
-class Stalls:
+class StallCount:
     """How long the driver's loop has stood still since construction, without the time for which the counted code blocked it itself."""
 
-    def __init__(self, parent: Stalls | None = None) -> None:
+    def __init__(self, parent: StallCount | None = None) -> None:
         self._parent = parent
-        self._since, self._own_s = DRIVER.stalled_s, 0.0
-        self._round, self._in_round_s = DRIVER.round, 0.0
+        self._since, self._own_s = DRIVER_LAG.stalled_s, 0.0
+        self._round, self._in_round_s = DRIVER_LAG.round, 0.0
 
     @property
     def seconds(self) -> float:
-        return max(0.0, DRIVER.stalled_s - self._since - self._own_s)
+        return max(0.0, DRIVER_LAG.stalled_s - self._since - self._own_s)
 
     @property
     def text(self) -> str:
@@ -136,43 +136,43 @@ class Stalls:
 
     def add(self, seconds: float) -> None:
         """Records that the code itself held the loop, in every enclosing count. Steps between two measurements are one stall."""
-        counted: Stalls | None = self
+        counted: StallCount | None = self
         while counted is not None:
-            before = counted._in_round_s if counted._round == DRIVER.round else 0.0
-            counted._round, counted._in_round_s = DRIVER.round, before + seconds
+            before = counted._in_round_s if counted._round == DRIVER_LAG.round else 0.0
+            counted._round, counted._in_round_s = DRIVER_LAG.round, before + seconds
             if before + seconds >= STALL_S / 2:
                 counted._own_s += seconds if before >= STALL_S / 2 else before + seconds
             counted = counted._parent
 
 
-_current: ContextVar[Stalls | None] = ContextVar("_current", default=None)
+_current: ContextVar[StallCount | None] = ContextVar("_current", default=None)
 
 
-def counting(within: Stalls | None = None) -> tuple[Stalls, Context]:
+def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]:
     """A count of stalls, and a context for the task whose own code does not count.
 
     Args:
         within: the enclosing count; None means the one of the current task, if there is any.
     """
-    stalls, context = Stalls(within or _current.get()), copy_context()
+    stalls, context = StallCount(within or _current.get()), copy_context()
     context.run(_current.set, stalls)
     return stalls, context
 
 
-def current() -> Stalls | None:
+def current_stalls() -> StallCount | None:
     """The count of the current task, which excludes what its code holds; None outside of user code."""
     return _current.get()
 
 
-def count_as(stalls: Stalls | None) -> None:
+def count_as(stalls: StallCount | None) -> None:
     """Has the further code of the current task count as that of another one's, for which it works."""
     _current.set(stalls)
 
 
-def held(what: str, seconds: float) -> None:
+def record_computation(what: str, seconds: float) -> None:
     """Records that code of the current task has computed for this long without awaiting."""
     if seconds < _LEAST_S:
         return
-    DRIVER.held(what, seconds)
+    DRIVER_LAG.held(what, seconds)
     if (counted := _current.get()) is not None:
         counted.add(seconds)

@@ -17,7 +17,7 @@ _EXACT_FLOAT = 2.0**53  # from here on every float is whole, whatever it was com
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,4}))?", re.ASCII)
 
 
-def number(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """The exact value of a number in plain ASCII, decimal or scientific; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     if match is None or (match[1] is not None and abs(int(match[1])) > LARGEST_EXPONENT):
@@ -25,7 +25,7 @@ def number(text: str) -> Fraction | None:
     return Fraction(text)
 
 
-def whole(value: Fraction | float) -> bool:
+def is_whole(value: Fraction | float) -> bool:
     """Whether a finite number is whole and known exactly. A float from 2**53 on is not exact: it may be a rounded neighbour."""
     if isinstance(value, float):
         return value.is_integer() and abs(value) < _EXACT_FLOAT
@@ -36,19 +36,19 @@ def same_number(given: Fraction | float, wanted: Fraction | float, *, relative: 
     """Whether two numbers are the same value, up to rounding.
 
     Equal numbers are the same, and two different whole numbers are not. Numbers of which one is whole must differ by at most 0.5. Otherwise
-    `near` decides. Infinite numbers equal only themselves, and NaN equals nothing.
+    `is_near` decides. Infinite numbers equal only themselves, and NaN equals nothing.
     """
     if given == wanted:
         return True
     if any(isinstance(value, float) and not math.isfinite(value) for value in (given, wanted)):
         return False
-    exact = whole(given) + whole(wanted)
+    exact = is_whole(given) + is_whole(wanted)
     if exact == 2 or (exact == 1 and abs(Fraction(given) - Fraction(wanted)) > Fraction(1, 2)):
         return False
-    return near(given, wanted, relative=relative, absolute=absolute)
+    return is_near(given, wanted, relative=relative, absolute=absolute)
 
 
-def near(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
+def is_near(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two finite numbers differ by at most the tolerance, max(relative * |wanted|, absolute).
 
     No constant may be near all small truths. So 0 and a number of the other sign are never near a truth that is not 0. The absolute

@@ -1,6 +1,6 @@
 """Decides which errors report an outage: a failed server, network or machine, and not a wrong request.
 
-`outage` decides for exceptions, `outage_in` for texts. Tools, MCP servers, verifiers and the triage of traces use the same two functions.
+`outage_of` decides for exceptions, `outage_phrase` for texts. Tools, MCP servers, verifiers and the triage of traces use the same two functions.
 Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from agentrl.base.error_text import chain
-from agentrl.base.user_code import describe, text_of
+from agentrl.base.error_text import error_chain
+from agentrl.base.user_code import describe_error, error_text
 
 _LONGEST_CHAIN = 64  # exceptions that are looked at, causes and members of groups included
 _MAX_TEXT = 20_000  # characters of a text that are searched
@@ -126,7 +126,7 @@ class Outage:
     late: bool = False
 
 
-def outage(error: BaseException, asked: Mapping[str, Any] | None = None, *, said: Sequence[Any] = ()) -> Outage | None:
+def outage_of(error: BaseException, asked: Mapping[str, Any] | None = None, *, said: Sequence[Any] = ()) -> Outage | None:
     """The outage that an exception reports; None if the request or the code was wrong.
 
     Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
@@ -144,11 +144,11 @@ def outage(error: BaseException, asked: Mapping[str, Any] | None = None, *, said
             continue
         if verdict == "request" or (verdict != "machine" and _chose_address(one, asked)):
             return None
-        return Outage(text=describe(one), late=verdict == "late")
+        return Outage(text=describe_error(one), late=verdict == "late")
     return None
 
 
-def outage_in(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
+def outage_phrase(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
     """The phrase in which a text reports an outage; "" if there is none. Words in `asked` do not count: a tool may repeat its arguments."""
     own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
     for found in _reports(text[:_MAX_TEXT]):
@@ -166,7 +166,7 @@ def _reports(text: str) -> Iterator[str]:
             yield found[0]
 
 
-def outage_named(error_type: str) -> bool:
+def is_outage_name(error_type: str) -> bool:
     """Whether the name of an exception's type, or an HTTP status in its place, reports an outage: `httpx.ConnectTimeout`, `503`."""
     name = error_type.strip().rpartition(".")[2]
     if name.isdigit():
@@ -176,14 +176,14 @@ def outage_named(error_type: str) -> bool:
     return name == "gaierror" or (_NAME.search(name) or _LATE_NAME.search(name)) is not None
 
 
-def chosen_address(asked: Mapping[str, Any]) -> bool:
+def has_address(asked: Mapping[str, Any]) -> bool:
     """Whether any of the arguments is an address, such as a URL or a host."""
     return any(_is_address(key, text) for key, text in islice(_named(asked), _MAX_VALUES))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """As `causes.chain`, with the errors that some libraries keep in other attributes."""
-    for one in chain(error):
+    for one in error_chain(error):
         yield one
         for name in ("reason", "orig"):
             if isinstance(inner := _attribute(one, name), BaseException):
@@ -201,7 +201,7 @@ def _verdict(error: BaseException, own: Sequence[Any]) -> str | None:
     for decide in (_by_status, _by_type, _by_database, _by_name):
         if (verdict := decide(error)) is not None:
             return verdict
-    return "server" if outage_in(text_of(error), own) else None
+    return "server" if outage_phrase(error_text(error), own) else None
 
 
 def _by_status(error: Exception) -> str | None:
@@ -243,7 +243,7 @@ def _by_database(error: Exception) -> str | None:
         code = getattr(error, "sqlite_errorcode", None)
         if isinstance(code, int):
             return "server" if code & 0xFF in _SQLITE else "request"
-        return "server" if re.search(r"locked|disk I/O|unable to open|malformed|disk is full", text_of(error)) else "request"
+        return "server" if re.search(r"locked|disk I/O|unable to open|malformed|disk is full", error_text(error)) else "request"
     for name in ("sqlstate", "pgcode"):
         state = _attribute(error, name)
         if isinstance(state, str) and re.fullmatch(r"[0-9A-Z]{5}", state):
@@ -273,7 +273,7 @@ def _chose_address(error: BaseException, asked: Mapping[str, Any]) -> bool:
         return True
     if any(not _NUMERIC.fullmatch(host) for host in hosts):
         return False
-    return chosen_address(asked)
+    return has_address(asked)
 
 
 def _holds(text: str, host: str) -> bool:
@@ -306,7 +306,7 @@ def _hosts(error: BaseException) -> Iterator[str]:
         elif isinstance(host := _attribute(value, "host"), str):  # an object for a URL
             yield host
     for pattern in (r"Connect call failed \('([^']{1,255})'", r"host='([^']{1,255})'", r"https?://([^/:'\"\s]{1,255})"):
-        yield from re.findall(pattern, text_of(error))[:4]
+        yield from re.findall(pattern, error_text(error))[:4]
 
 
 def _named(value: Any, key: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:

@@ -37,7 +37,7 @@ def die_with_parent(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: bool = False) -> Iterator[None]:
+def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: bool = False) -> Iterator[None]:
     """Raises what `raised` returns in a block that takes longer than `limit_s` seconds, or with `cpu` seconds of CPU time.
 
     Python runs a signal's handler in the main thread, between two operations. So a block in another thread has no limit.
@@ -97,13 +97,13 @@ def raise_file_limit() -> int:
     return hard
 
 
-def importing_from(folder: Path) -> dict[str, str]:
+def import_environment(folder: Path) -> dict[str, str]:
     """This process's environment, for a Python child that looks for modules in `folder` first."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 @contextlib.contextmanager
-def imports_kept() -> Iterator[None]:
+def freeze_imports() -> Iterator[None]:
     """What is imported in this context stays, so the garbage collector looks for nothing in it, neither meanwhile nor later.
 
     Torch and its like make millions of objects and no garbage; looking through them was measured as a fifth to a quarter of the import.
@@ -145,7 +145,7 @@ async def _collect_every(seconds: float) -> None:
         gc.collect()
 
 
-def openmp(threads: int, *, alone: bool) -> dict[str, str]:
+def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
     """The environment of a process that computes with OpenMP (GNU's or Intel's runtime).
 
     Args:
@@ -161,7 +161,7 @@ def openmp(threads: int, *, alone: bool) -> dict[str, str]:
     }
 
 
-def age_s() -> float:
+def process_age_s() -> float:
     """Seconds since this process was started, to a hundredth (`proc(5)`); 0 where there is no /proc."""
     try:
         # The program's name, in parentheses, may hold anything; of what follows, the 20th field is the start, in ticks since boot.

@@ -40,7 +40,7 @@ class Holder:
 
 
 @contextmanager
-def driving(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterator[None]:
+def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterator[None]:
     """Makes this process the one driver of `folder`, which is made if it is absent. One with nothing in it is removed at the end.
 
     Args:
@@ -59,12 +59,12 @@ def driving(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterator[Non
         os.close(handle)
 
 
-def vacant(folder: Path) -> bool:
+def is_vacant(folder: Path) -> bool:
     """Whether nothing lies in a folder, or there is none; the file of its lock does not count."""
     return not folder.exists() or (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {DRIVER})
 
 
-def hold_part(folder: Path) -> int:
+def hold_shared_lock(folder: Path) -> int:
     """A descriptor that says, as long as any process has it open, that a part of the run still runs. Hand it to a child by `pass_fds`."""
     handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_SH)
@@ -185,6 +185,6 @@ def _users(path: Path) -> list[int]:
 def _remove_if_vacant(folder: Path) -> None:
     """While the lock is held: whoever waits at the removed file sees that it is not the one at this path any more."""
     with contextlib.suppress(OSError):
-        if vacant(folder):
+        if is_vacant(folder):
             (folder / DRIVER).unlink()
             folder.rmdir()

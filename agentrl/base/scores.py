@@ -13,34 +13,34 @@ ROUNDING = 1e-9
 """Largest difference of equal scores, relative to the larger one or to 1."""
 
 
-def slack(*scores: float) -> float:
+def tolerance(*scores: float) -> float:
     """The largest difference at which these scores count as equal. Infinite scores have none."""
     largest = max((1.0, *map(abs, scores)))
     return ROUNDING * largest if largest < float("inf") else 0.0
 
 
-def alike(scores: Iterable[float]) -> bool:
+def all_equal(scores: Iterable[float]) -> bool:
     """Whether all scores are equal up to rounding. True for fewer than two scores. NaN equals nothing."""
     some = list(scores)
-    return len(some) < 2 or max(some) - min(some) <= slack(*some) or min(some) == max(some)
+    return len(some) < 2 or max(some) - min(some) <= tolerance(*some) or min(some) == max(some)
 
 
-def above(one: float, other: float) -> bool:
+def is_above(one: float, other: float) -> bool:
     """Whether a score is higher than another by more than rounding."""
-    return one - other > slack(one, other)
+    return one - other > tolerance(one, other)
 
 
-def reaches(score: float, bar: float) -> bool:
+def is_at_least(score: float, bar: float) -> bool:
     """Whether a score is at least `bar`, up to rounding."""
-    return score >= bar or bar - score <= slack(score, bar)
+    return score >= bar or bar - score <= tolerance(score, bar)
 
 
-def negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
+def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
     """Whether credits computed from these scores are all zero up to rounding."""
-    bound = slack(*scores)
+    bound = tolerance(*scores)
     return all(abs(one) <= bound for one in credits)
 
 
-def exact(score: float) -> Fraction:
+def exact_fraction(score: float) -> Fraction:
     """A finite score as the fraction that it was before rounding, so that sums and ties of scores are exact."""
     return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")

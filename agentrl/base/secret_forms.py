@@ -141,10 +141,10 @@ def holds_secret(text: str) -> bool:
     """Whether a text contains a secret of a known form, a login or a token in a URL, or a bearer token."""
     if _TOKEN.search(text) or any(looks_generated(match[1]) for match in _CREDENTIAL.finditer(text)):
         return True
-    return "://" in text and (hidden(text, "") != text or any(is_secret(match[1], match[2]) for match in _QUERY.finditer(text)))
+    return "://" in text and (hide_logins(text, "") != text or any(is_secret(match[1], match[2]) for match in _QUERY.finditer(text)))
 
 
-def hidden(text: str, mark: str) -> str:
+def hide_logins(text: str, mark: str) -> str:
     """Replaces logins in URLs and tokens of webhooks by `mark`."""
     if "://" not in text:
         return text
@@ -180,7 +180,7 @@ _HEADER = re.compile(r"(?:-[A-Za-z])?([A-Za-z][\w-]*):\s*(?:(?:Bearer|Basic|Toke
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w.-]*)=(.+)", re.DOTALL)
 
 
-def in_command(words: Sequence[str], *, shell: bool = False) -> Iterator[str]:
+def secrets_in_command(words: Sequence[str], *, shell: bool = False) -> Iterator[str]:
     """Yields the flags, variables and headers in a program's arguments that precede a secret, but not the secret.
 
     Args:
@@ -201,10 +201,10 @@ def in_command(words: Sequence[str], *, shell: bool = False) -> Iterator[str]:
         elif found := _assigned(attached, shell=shell):
             yield found
         elif " " in word and (re.fullmatch(r"-\w*c", before) or words[0].rpartition("/")[2] in _SHELLS):
-            yield from in_command(split(word), shell=True)
+            yield from secrets_in_command(split_command(word), shell=True)
 
 
-def split(text: str) -> list[str]:
+def split_command(text: str) -> list[str]:
     """The words of a shell command, split at white space if its quotes do not match."""
     try:
         return shlex.split(text[:_LONGEST_COMMAND])

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 from agentrl.base import secret_forms
 from agentrl.errors import UserError
 
-HOW = "write env:NAME for an environment variable of the run, or file:/PATH for a file"
+HOW_TO_REFER = "write env:NAME for an environment variable of the run, or file:/PATH for a file"
 HIDDEN = "[secret]"
 """Replaces a secret in the texts of a run."""
 _MOST_BYTES = 64 << 10
@@ -34,13 +34,13 @@ def is_reference(text: object) -> bool:
     return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
 
 
-def read(reference: str) -> str:
-    """The secret at a reference, without a file's last line break. From then on, `redacted` hides it.
+def read_secret(reference: str) -> str:
+    """The secret at a reference, without a file's last line break. From then on, `redact` hides it.
 
     Raises `UserError`, which does not repeat a possible secret, if there is none.
     """
     if not is_reference(reference):
-        raise UserError("a secret is given by value, or its reference is misspelled", fix=HOW)
+        raise UserError("a secret is given by value, or its reference is misspelled", fix=HOW_TO_REFER)
     kind, _, name = reference.partition(":")
     if kind == "env":
         return _checked(os.environ.get(name, ""), f"the environment variable {name}", f"export {name} before the run starts")
@@ -57,11 +57,11 @@ def read(reference: str) -> str:
 def _checked(text: str, where: str, fix: str) -> str:
     if not text.strip() or len(text) > _MOST_BYTES or "\0" in text:
         raise UserError(f"{where} holds no secret", fix=fix)
-    return registered(text)
+    return register(text)
 
 
-def registered(secret: str) -> str:
-    """Returns the secret unchanged. From then on, `redacted` hides it, and also the password or token of a URL in it."""
+def register(secret: str) -> str:
+    """Returns the secret unchanged. From then on, `redact` hides it, and also the password or token of a URL in it."""
     _read.add(secret)
     for rest in re.findall(r"://(\S+)", secret):
         login = rest[: secret_forms.login_end(rest)]
@@ -72,8 +72,8 @@ def registered(secret: str) -> str:
     return secret
 
 
-def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a plug-in, with references under secret keys replaced by the secrets. Raises `UserError` as `read` does."""
+def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a plug-in, with references under secret keys replaced by the secrets. Raises `UserError` as `read_secret` does."""
     return {key: _resolved(str(key), value) for key, value in options.items()}
 
 
@@ -82,10 +82,10 @@ def _resolved(key: str, value: Any) -> Any:
         return {name: _resolved(key if secret_forms.marks_secrets(key) else str(name), one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_resolved(key, one) for one in value)
-    return read(value) if is_reference(value) and secret_forms.may_be_secret(key) else value
+    return read_secret(value) if is_reference(value) and secret_forms.may_be_secret(key) else value
 
 
-def literals(value: Any, where: str = "") -> Iterator[str]:
+def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
     """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key holds a secret by value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -97,17 +97,17 @@ def literals(value: Any, where: str = "") -> Iterator[str]:
         if secret_forms.holds_secret(value):
             yield f"{where or 'it'} holds a key or a password: remove it, and use a recipe key that takes a reference"
         elif "\n" not in value:
-            words = secret_forms.split(value) if where.rpartition(".")[2] in _COMMANDS else [value]
+            words = secret_forms.split_command(value) if where.rpartition(".")[2] in _COMMANDS else [value]
             yield from _in_words(words, where, shell=True)
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         yield from _in_words([word if isinstance(word, str) else "" for word in value], where)
         for one in value:
             if not isinstance(one, str) or secret_forms.holds_secret(one):
-                yield from literals(one, where)
+                yield from literal_secret_errors(one, where)
 
 
 def _under(key: str, value: Any, path: str) -> Iterator[str]:
-    """The error messages of `literals` for the value of a key."""
+    """The error messages of `literal_secret_errors` for the value of a key."""
     if isinstance(value, Mapping) and secret_forms.marks_secrets(key):
         for name, one in value.items():
             yield from _under(key, one, f"{path}.{name}")
@@ -115,9 +115,9 @@ def _under(key: str, value: Any, path: str) -> Iterator[str]:
         for one in value:
             yield from _under(key, one, path)
     elif (isinstance(value, str) and secret_forms.is_secret(key, value)) or _is_pin(key, value):
-        yield f"{path} holds a secret by value: {HOW}"
+        yield f"{path} holds a secret by value: {HOW_TO_REFER}"
     else:
-        yield from literals(value, path)
+        yield from literal_secret_errors(value, path)
 
 
 def _is_pin(key: str, value: Any) -> bool:
@@ -126,17 +126,17 @@ def _is_pin(key: str, value: Any) -> bool:
 
 
 def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Iterator[str]:
-    for name in secret_forms.in_command(words, shell=shell):
+    for name in secret_forms.secrets_in_command(words, shell=shell):
         yield f"{where or 'it'} holds a secret by value after {name}: pass it in a variable, by reference"
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Removes from a text the secrets that this process has read or has in its environment, and logins and webhooks in URLs."""
     for secret in sorted(_read | _in_environment(), key=len, reverse=True):
         for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), quote(secret)}:
             if len(secret) >= _SHORTEST and form in text:
                 text = text.replace(form, HIDDEN)
-    return secret_forms.hidden(text, HIDDEN)
+    return secret_forms.hide_logins(text, HIDDEN)
 
 
 @cache
@@ -152,14 +152,14 @@ def _in_environment() -> frozenset[str]:
     )
 
 
-class Redacting(logging.Formatter):
+class RedactingFormatter(logging.Formatter):
     """Formats log records, tracebacks included, and redacts the text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
+        return redact(super().format(record))
 
 
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a child process that needs no secret: without secret variables, and without values that hold a secret."""
     known = [secret for secret in _read if len(secret) >= _SHORTEST]
     return {

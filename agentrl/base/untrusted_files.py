@@ -18,7 +18,7 @@ _NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux file systems
 
 
 @contextmanager
-def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
+def open_file(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
     """Opens a file for reading.
 
     Args:
@@ -35,8 +35,8 @@ def opened(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
         yield file
 
 
-def check(path: Path, *, inside: Path) -> None:
-    """Raises the errors of `opened`, without opening the file.
+def check_file(path: Path, *, inside: Path) -> None:
+    """Raises the errors of `open_file`, without opening the file.
 
     For files that may be in use by SQLite in this process: to close a descriptor of a file ends all locks that the process has on it.
     """
@@ -61,16 +61,16 @@ def _checked(path: Path, inside: Path | None) -> Iterator[int]:
         os.close(handle)
 
 
-def content(path: Path, *, most: int, inside: Path | None = None) -> bytes:
-    """Returns the bytes of a file. Raises `ValueError` if there are more than `most`, and the errors of `opened`."""
-    with opened(path, inside=inside) as file:
+def read_bytes(path: Path, *, most: int, inside: Path | None = None) -> bytes:
+    """Returns the bytes of a file. Raises `ValueError` if there are more than `most`, and the errors of `open_file`."""
+    with open_file(path, inside=inside) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"is larger than {most >> 20} MiB" if most >> 20 else f"is larger than {most >> 10} KiB")
     return data
 
 
-def located(text: str, under: Path) -> Path | None:
+def resolve_inside(text: str, under: Path) -> Path | None:
     """Resolves a path that a third party wrote, relative to the folder `under`.
 
     Returns None for a path that no sensible file has: control characters, surrogates, a name or a path that is too long.

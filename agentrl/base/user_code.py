@@ -19,8 +19,8 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
 from agentrl.base import loop_lag
-from agentrl.base.error_text import leaves, location
-from agentrl.base.secrets import redacted
+from agentrl.base.error_text import group_members, raise_location
+from agentrl.base.secrets import redact
 from agentrl.errors import InfrastructureError, SandboxUnavailable
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ E = TypeVar("E", bound=BaseException)
 GRACE_S = 2.0
 _MOST_TEXT = 1 << 20  # characters of an exception's text that are looked at
 """How long a cancelled call may take to end before it is dropped."""
-HELD_S = loop_lag.STALL_S
+HOLD_S = loop_lag.STALL_S
 """A call that computes for longer than this without awaiting anything has kept every other episode waiting, which is said."""
 MAX_THREADS = 1024
-"""Threads of `threaded` that may run at once, those that nobody waits for included."""
+"""Threads of `run_in_thread` that may run at once, those that nobody waits for included."""
 MAX_TRACEBACK = 8000
 _FRAMES = 40  # of a traceback, the innermost
 _KINDS = 512  # of faults that the log distinguishes
@@ -44,21 +44,21 @@ _threads = threading.BoundedSemaphore(MAX_THREADS)
 _theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether code that is not ours runs, or began what runs
 
 
-class Overdue(Exception):
+class CallTimeout(Exception):
     """A call gave no result before its deadline. Not a `TimeoutError`, which the called code may raise itself."""
 
 
-class Stalled(InfrastructureError):
+class DriverStalled(InfrastructureError):
     """A call gave no result before its deadline, and the event loop was blocked for a large part of that time."""
 
 
-class Exited(Exception):
+class CodeExited(Exception):
     """A task started by user code raised SystemExit or KeyboardInterrupt, with which asyncio would have left the event loop and ended the
     run."""
 
 
-async def call(
-    code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S, within: loop_lag.Stalls | None = None
+async def call_user_code(
+    code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S, within: loop_lag.StallCount | None = None
 ) -> T:
     """The result of `code()`, run in its own task.
 
@@ -73,29 +73,29 @@ async def call(
         Overdue: no result after `timeout_s`.
         Stalled: the same, because the event loop stood still for other reasons than this code.
         RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed, or KeyboardInterrupt, which
-            elsewhere means that a person ends the run (`interrupted`).
+            elsewhere means that a person ends the run (`is_interrupt`).
         BaseException: whatever else `code` raises, including SystemExit and a CancelledError that nobody else requested.
     """
     _contain(asyncio.get_running_loop())
     steps = _Steps(code, what)
-    stalls, context = loop_lag.counting(within)
+    stalls, context = loop_lag.count_stalls(within)
     context.run(_theirs.set, False)  # `_caught` contains this task, and `_Steps` measures it
     task: asyncio.Task[tuple[T | None, BaseException | None]] = asyncio.create_task(_caught(steps), name=what, context=context)
     try:
-        with loop_lag.DRIVER.waiting():
+        with loop_lag.DRIVER_LAG.waiting():
             done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
             late = f"{what} gave no result within {timeout_s:g} s"
-            raise Stalled(f"{late}: {stalls.text}") if stalls.excuse(timeout_s) else Overdue(late)
+            raise DriverStalled(f"{late}: {stalls.text}") if stalls.excuse(timeout_s) else CallTimeout(late)
     except BaseException:
         await _end(task, steps, what, grace_s)
         raise
     finally:
-        if steps.longest_s > HELD_S:
+        if steps.longest_s > HOLD_S:
             _held(what, steps.longest_s)
     value, error = task.result()
     if isinstance(error, GeneratorExit | KeyboardInterrupt):
-        place = location(error)
+        place = raise_location(error)
         raise RuntimeError(f"{what} raised {type(error).__name__}{f' ({place})' if place else ''}") from error
     if error is not None:
         raise error
@@ -108,23 +108,23 @@ async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
     try:
         return await steps, None
     except asyncio.CancelledError as error:
-        if cancellations():
+        if cancellation_count():
             raise
         return None, error
     except BaseException as error:
-        if interrupted(error):
+        if is_interrupt(error):
             raise
         return None, error
 
 
-def interrupted(error: BaseException) -> bool:
+def is_interrupt(error: BaseException) -> bool:
     """Whether a person's ctrl-C raised it, and not code that raises KeyboardInterrupt by itself.
 
     The one that a person raises begins in the handler of the signal. Python's own handler leaves no frame: where it is in place, every
     KeyboardInterrupt is a person's. `asyncio.run` puts its own there, and raises in `asyncio.runners` alone. Where the signal is ignored,
     as in what a shell starts in the background, no person can raise any. In a group all must be a person's.
     """
-    return all(map(_pressed, leaves(error)))
+    return all(map(_pressed, group_members(error)))
 
 
 def _pressed(error: BaseException) -> bool:
@@ -142,20 +142,20 @@ def _pressed(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def told_as(make: Callable[[BaseException], Exception], *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def raising_as(make: Callable[[BaseException], Exception], *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """Around somebody's code that is not awaited: what it raises becomes what `make` says of it, but for `but` and a person's ctrl-C."""
     try:
         yield
     except but:
         raise
     except BaseException as error:
-        if interrupted(error):
+        if is_interrupt(error):
             raise
         raise make(error) from error
 
 
 def _contain(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes tasks that user code starts on this loop raise `Exited` instead of what would end the loop."""
+    """Makes tasks that user code starts on this loop raise `CodeExited` instead of what would end the loop."""
     before = loop.get_task_factory()
     if isinstance(before, _Factory):
         return
@@ -179,7 +179,7 @@ class _Factory:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises `Exited` instead of SystemExit, or of a KeyboardInterrupt that is nobody's."""
+    """A coroutine that raises `CodeExited` instead of SystemExit, or of a KeyboardInterrupt that is nobody's."""
 
     def __init__(self, code: Coroutine[Any, Any, Any]) -> None:
         self._code = code
@@ -192,7 +192,7 @@ class _Contained(Coroutine[Any, Any, Any]):
         except (SystemExit, KeyboardInterrupt) as error:
             raise _exited(error) from error
         finally:
-            loop_lag.held(self.__qualname__, time.monotonic() - began)
+            loop_lag.record_computation(self.__qualname__, time.monotonic() - began)
 
     def throw(self, *error: Any) -> Any:
         try:
@@ -213,7 +213,7 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 
 def _exited(error: BaseException) -> BaseException:
-    return error if interrupted(error) else Exited(describe(error))
+    return error if is_interrupt(error) else CodeExited(describe_error(error))
 
 
 async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: float) -> None:
@@ -258,7 +258,7 @@ class _Steps(Generic[T]):
             finally:
                 seconds = time.monotonic() - began
                 self.longest_s = max(self.longest_s, seconds)
-                loop_lag.held(self._what, seconds)
+                loop_lag.record_computation(self._what, seconds)
             error = None
             try:
                 yield waits_for
@@ -273,7 +273,7 @@ class _Steps(Generic[T]):
         return await self._code()
 
 
-async def threaded(code: Callable[[], T], *, what: str) -> T:
+async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
     """What `code()` gives, run in a thread of its own, so that it may block. A thread cannot be stopped: whoever is cancelled here
     leaves it to itself, and it does not keep the program from ending.
 
@@ -310,7 +310,7 @@ async def threaded(code: Callable[[], T], *, what: str) -> T:
     return value  # type: ignore[return-value]  # None is T's own here
 
 
-def cancellations() -> int:
+def cancellation_count() -> int:
     """How often the current task was cancelled. Code that raises CancelledError while this does not change is at fault.
 
     Compare it with an earlier count: a TaskGroup whose task failed may leave its parent's count at 1 (Python 3.11).
@@ -319,22 +319,22 @@ def cancellations() -> int:
     return 0 if task is None else task.cancelling()
 
 
-def let_go(error: BaseException, since: int) -> None:
+def reraise_if_fatal(error: BaseException, since: int) -> None:
     """Raises what is no fault of an episode: this machine has no sandboxes at all, or the run is being ended.
 
     The latter also where code on the way has made another exception of a cancellation. A CancelledError that nobody asked for is a
     bug like any other, and is not raised.
 
     Args:
-        since: `cancellations()` of when the guarded code began.
+        since: `cancellation_count()` of when the guarded code began.
     """
-    if isinstance(error, GeneratorExit | SandboxUnavailable) or interrupted(error):
+    if isinstance(error, GeneratorExit | SandboxUnavailable) or is_interrupt(error):
         raise error
-    if cancellations() > since:
+    if cancellation_count() > since:
         raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
 
 
-def cause(error: BaseException, *kinds: type[E]) -> E | None:
+def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
     """The first exception of these kinds: `error` itself, or a member of a TaskGroup's exception group."""
     pending = [error]
     while pending:  # without recursion: groups may be nested deeper than Python's stack
@@ -346,18 +346,18 @@ def cause(error: BaseException, *kinds: type[E]) -> E | None:
     return None
 
 
-def describe(error: BaseException, limit: int = 300) -> str:
+def describe_error(error: BaseException, limit: int = 300) -> str:
     """An exception in one printable line of at most `limit` characters: "ZeroDivisionError: division by zero"."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
-    kind, text = type(error).__name__[:64], " ".join(text_of(error, limit).split())
+    kind, text = type(error).__name__[:64], " ".join(error_text(error, limit).split())
     return printable(f"{kind}: {text}" if text else kind, limit)
 
 
-def text_of(error: BaseException, limit: int = 2000) -> str:
+def error_text(error: BaseException, limit: int = 2000) -> str:
     """The text of an exception, printable and bounded, its lines kept."""
     try:
-        return printable(redacted(str(error)[:_MOST_TEXT]), limit)
+        return printable(redact(str(error)[:_MOST_TEXT]), limit)
     except BaseException:  # a number too long to print, or a __str__ that raises
         return "(its text cannot be shown)"
 
@@ -367,7 +367,7 @@ def printable(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
 
 
-def report(what: str, error: BaseException, *, trace: bool = True) -> None:
+def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> None:
     """Logs an unexpected exception: the first of a kind (`what`, type and location) with its traceback, the 10th, 100th, ... in a
     line each.
 
@@ -380,9 +380,9 @@ def report(what: str, error: BaseException, *, trace: bool = True) -> None:
     if not _again(key):
         return
     if (times := _seen.get(key, 1)) > 1:
-        log.warning("%s: %s (the %dth time)", what, describe(error), times)
+        log.warning("%s: %s (the %dth time)", what, describe_error(error), times)
         return
-    log.warning("%s: %s%s", what, describe(error), f"\n{_traceback(error)}" if trace else "")
+    log.warning("%s: %s%s", what, describe_error(error), f"\n{_traceback(error)}" if trace else "")
 
 
 def _again(key: tuple[str, ...]) -> bool:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from agentrl.base import secrets
 
 
-def describe(error: ValidationError) -> str:
+def validation_text(error: ValidationError) -> str:
     """What does not validate, a line for each wrong key; keys of a section alone begin with its class, as in `LearnerConfig.lr`."""
     lines = []
     for item in error.errors(include_url=False):
@@ -19,7 +19,7 @@ def describe(error: ValidationError) -> str:
             path.insert(0, error.title)
         message = item["msg"].removeprefix("Value error, ")
         shown = item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict)
-        if item["loc"] and shown and not any(secrets.literals({path[-1]: item["input"]})) and "env" not in path:
+        if item["loc"] and shown and not any(secrets.literal_secret_errors({path[-1]: item["input"]})) and "env" not in path:
             message = f"{message} (got {shortened(item['input'])})"  # of a whole section the message names the keys
         lines.append(f"{'.'.join(path) or 'recipe'}: {message}")
     return "\n".join(lines)
@@ -27,11 +27,11 @@ def describe(error: ValidationError) -> str:
 
 def shortened(value: object) -> str:
     """A wrong value for an error message, shortened if it is long. A secret is not shown."""
-    shown = secrets.HIDDEN if any(secrets.literals(value)) else repr(value)
+    shown = secrets.HIDDEN if any(secrets.literal_secret_errors(value)) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
-def unknown(key: str, known: Iterable[str], *, what: str = "key") -> str:
+def unknown_name(key: str, known: Iterable[str], *, what: str = "key") -> str:
     """What is said of a key that does not exist."""
     names = sorted(known)
     near = difflib.get_close_matches(key, names, n=2, cutoff=0.7)

@@ -174,12 +174,12 @@ put_all("print(0)\\n", "echo 0\\n")
 }
 
 
-def handed_in(name: str, paths: Sequence[str]) -> dict[str, bytes]:
+def cheat_outputs(name: str, paths: Sequence[str]) -> dict[str, bytes]:
     """Outputs at these paths with the content of cheat `name`."""
     python, other = TEXTS[name]
     return {path: (python if path.endswith(".py") else other).encode() for path in paths}
 
 
-def program(name: str, paths: Sequence[str]) -> str:
+def cheat_program(name: str, paths: Sequence[str]) -> str:
     """Python source of cheat `name`, for a task with outputs at these paths."""
     return f"OUTPUTS = {list(paths)!r}\n{_TOOLS}\n{PROGRAMS[name]}"

@@ -21,36 +21,36 @@ from rich.progress import Progress
 from rich.table import Table
 
 from agentrl.agent import load_tools
-from agentrl.agent.run_tools import declared, pinned
-from agentrl.agent.tools import show
+from agentrl.agent.run_tools import declared_tools, pin_tools
+from agentrl.agent.tools import render_result
 from agentrl.base import user_code
-from agentrl.base.scores import alike
+from agentrl.base.scores import all_equal
 from agentrl.check import cheats
-from agentrl.check.family_source import FamilySource, draw_name, sizes
-from agentrl.check.findings import Proof, examples, plural, unique
+from agentrl.check.family_source import FamilySource, draw_name, split_sizes
+from agentrl.check.findings import Proof, join_examples, plural, unique
 from agentrl.check.image_files import ImageFiles, image_files
-from agentrl.check.leaks import findings_of
+from agentrl.check.leaks import leak_findings
 from agentrl.check.null_answers import prove_null_answers
 from agentrl.check.purity import prove_purity
 from agentrl.check.separation import prove_separation
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
-from agentrl.check.verifiers import Golden, prove_verifiers
+from agentrl.check.verifiers import GoldAttempt, prove_verifiers
 from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
-from agentrl.observe.exclusions import printable
+from agentrl.observe.exclusions import printable_text
 from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
 from agentrl.reward import TaskScorer
-from agentrl.reward.group_judging import GroupScorer, load_group_judge
-from agentrl.reward.verifier_call import prepare
+from agentrl.reward.group_judging import GroupJudgeScorer, load_group_judge
+from agentrl.reward.verifier_call import prepare_verifier
 from agentrl.sandbox import conformance, open_backend, open_sandboxes, select_backend
-from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, attack
-from agentrl.session.ending import closed_after
+from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, run_attacks
+from agentrl.session.ending import close_after
 from agentrl.task import make_task
-from agentrl.task.leaks import Leak, leaks, truths
-from agentrl.task.outputs import example, produce
+from agentrl.task.leaks import Leak, find_leaks, hidden_truths
+from agentrl.task.outputs import example_path, run_and_collect
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
-        return self.value is not None and alike((self.value, self.wanted))
+        return self.value is not None and all_equal((self.value, self.wanted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +111,18 @@ async def check_family(
     """
     family = source.open()
     try:
-        wanted = sizes(family, count)
+        wanted = split_sizes(family, count)
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks of each split with --count") from None
     sandboxes = await open_sandboxes(config.but(warm=0), run_label="check", root=source.root)
-    async with closed_after(sandboxes.close):
+    async with close_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
             bar = progress.add_task("tasks and splits", total=None)
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
             tasks = list(_tasks(family, wanted))
             telling = partial(progress.update, bar)
-            tools = await pinned(declared(source.tools, source.root), tasks, sandboxes, every=False)
-            together = group_judge(source)
+            tools = await pin_tools(declared_tools(source.tools, source.root), tasks, sandboxes, every=False)
+            together = open_group_judge(source)
             cases, more = await prove_tasks(
                 family,
                 tasks,
@@ -138,14 +138,14 @@ async def check_family(
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
 
 
-def group_judge(source: FamilySource) -> GroupScorer | None:
+def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:
     """The judge of groups that the recipe names, alone; None where it names none. Raises `UserError` for one that refuses to be used."""
     named = source.tasks.group_judge
     if named is None:
         return None
     judge = load_group_judge(named)
-    prepare(judge, root=source.root, folder=None)
-    return GroupScorer(judge=judge, name=named, weight=1.0, alone=TaskScorer(root=source.root))
+    prepare_verifier(judge, root=source.root, folder=None)
+    return GroupJudgeScorer(judge=judge, name=named, weight=1.0, alone=TaskScorer(root=source.root))
 
 
 async def prove_tasks(
@@ -158,7 +158,7 @@ async def prove_tasks(
     telling: Callable[..., None] = lambda **progress: None,
     tools: ToolSource | None = None,
     audit: Sequence[str] = (),
-    together: GroupScorer | None = None,
+    together: GroupJudgeScorer | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
     """Every case of tasks that `family` has a gold solution for, and the proofs that look at tasks one by one.
 
@@ -201,7 +201,7 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
     yield from NEVER_PROVEN
 
 
-async def _prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, Golden], sandboxes: SandboxBackend) -> Proof:
+async def _prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], sandboxes: SandboxBackend) -> Proof:
     """Searches each task's files, its prompt and the files of its image for the task's truth."""
     images: dict[tuple[str, str], ImageFiles] = {}
     given: dict[str, list[Leak]] = {}
@@ -211,15 +211,15 @@ async def _prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, Golden],
         if image not in images:
             images[image] = await _retried(lambda spec=task.sandbox: image_files(spec, sandboxes))  # type: ignore[misc]
         printed = golden[task.id].episode.answer if task.id in golden else None
-        wanted = truths(task, printed or "")
+        wanted = hidden_truths(task, printed or "")
         prompt = {"its prompt": "\n".join(message.content for message in task.prompt).encode("utf-8", "replace")}
-        given[task.id] = leaks(task.contents(), wanted) + [replace(leak, sure=False) for leak in leaks(prompt, wanted)]
-        built_in[task.id] = leaks(images[image].files, wanted)
+        given[task.id] = find_leaks(task.contents(), wanted) + [replace(leak, sure=False) for leak in find_leaks(prompt, wanted)]
+        built_in[task.id] = find_leaks(images[image].files, wanted)
     return Proof(
         name="no answer is readable in what the agent is given",
         looked_at=f"files and prompts of {plural(len(tasks), 'task')}, and "
         f"{plural(sum(len(one.files) for one in images.values()), 'file')} of {plural(len(images), 'image')}",
-        findings=(*findings_of(given, "in its files or prompt"), *findings_of(built_in, "in its image")),
+        findings=(*leak_findings(given, "in its files or prompt"), *leak_findings(built_in, "in its image")),
         unproven=tuple(f"that no answer is in image {image}: {one.problem}" for (image, _), one in images.items() if one.problem),
     )
 
@@ -237,8 +237,8 @@ def backend_names(choice: str) -> list[str]:
 async def check_backend(name: str, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
     """Runs the conformance checks on one backend: dictionaries with backend, name, ok, detail and wall_s."""
     backend = open_backend(SandboxConfig(backend=name), run_label="check", root=root)
-    async with closed_after(backend.close):
-        results = await conformance.check(backend, SandboxSpec(image=image, runtime=runtime), only=only)
+    async with close_after(backend.close):
+        results = await conformance.check_conformance(backend, SandboxSpec(image=image, runtime=runtime), only=only)
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
@@ -248,8 +248,8 @@ async def attack_backend(
     """Runs the attack suite on one backend, calling `report` (backend, result); returns dictionaries with backend and result."""
     backend = select_backend(name, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
-    async with closed_after(backend.close):
-        results = await attack(backend, spec, only=only, report=lambda result: report(backend.name, result))
+    async with close_after(backend.close):
+        results = await run_attacks(backend, spec, only=only, report=lambda result: report(backend.name, result))
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
@@ -266,9 +266,9 @@ def render(report: CheckReport) -> str:
                 console.print(_figures(proof), markup=False)
         findings = [line for proof in report.proofs for line in _findings(proof)]
         for line in (*findings, *([""] if findings else []), "not proven:"):
-            console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+            console.print(printable_text(line), markup=False, highlight=False, soft_wrap=True)
         for text in report.not_proven:
-            console.print(f"  - {printable(text)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"  - {printable_text(text)}", markup=False, highlight=False, soft_wrap=True)
     return captured.get().rstrip()
 
 
@@ -292,14 +292,14 @@ def _verdicts(report: CheckReport) -> list[str]:
     ]
     unsafe = {proof.name for proof in report.proofs if any(finding.severity == "unsafe" for finding in proof.findings)}
     marks = ["FAIL" if not ok else "UNSAFE" if name in unsafe else "ok" for ok, name, _ in lines]
-    return [f"{mark:<4}  {name:<52} {printable(looked_at)}" for mark, (_, name, looked_at) in zip(marks, lines, strict=True)]
+    return [f"{mark:<4}  {name:<52} {printable_text(looked_at)}" for mark, (_, name, looked_at) in zip(marks, lines, strict=True)]
 
 
 def _figures(proof: Proof) -> Table:
     header, *rows = proof.table
     table = Table(header[0], *header[1:], title=proof.name)
     for row in rows:
-        table.add_row(*map(printable, row))
+        table.add_row(*map(printable_text, row))
     return table
 
 
@@ -316,8 +316,8 @@ def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
         scored = "-" if not values else f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
         kinds = [f"{name} ({times})" if times > 1 else name for name, times in Counter(case.case for case in some).most_common()]
         whys = list({_cause(case): case.detail for case in reversed(some)}.values())[::-1]
-        row = (examples(unique(case.task for case in some)), examples(kinds), f"{due:g}", scored, examples(whys))
-        table.add_row(*map(printable, row))
+        row = (join_examples(unique(case.task for case in some)), join_examples(kinds), f"{due:g}", scored, join_examples(whys))
+        table.add_row(*map(printable_text, row))
     return table
 
 
@@ -377,7 +377,7 @@ class _Prover:
     parallel: int
     tools: ToolSource | None = None
     left: dict[str, list[str]] = field(default_factory=dict)
-    golden: dict[str, Golden] = field(default_factory=dict)
+    golden: dict[str, GoldAttempt] = field(default_factory=dict)
 
     async def cases(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[CaseResult]:
         """Every case of every task; cheats write to the paths of the gold solution's files."""
@@ -408,7 +408,7 @@ class _Prover:
             score = await self.scorer(task, episode)
             value, problem = score.value, score.reason or score.evidence
             if case == GOLD:
-                self.golden[task.id] = Golden(episode=episode, score=score)
+                self.golden[task.id] = GoldAttempt(episode=episode, score=score)
         took = time.monotonic() - started
         return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=took)
 
@@ -419,19 +419,19 @@ class _Prover:
             return replace(episode, answer=None if case == NOTHING else cheats.ANSWERS[case]), ""
         if case == GOLD:
             return await self._gold(task, episode)
-        paths = self.left.get(task.id) or [example(pattern) for pattern in task.outputs]
+        paths = self.left.get(task.id) or [example_path(pattern) for pattern in task.outputs]
         if case in cheats.TEXTS:
-            return replace(episode, outputs=cheats.handed_in(case, paths)), ""
-        program = "" if case == NOTHING else cheats.program(case, paths)
-        _, collected = await produce(task, program, self.sandboxes, timeout_s=task.limits.wall_s)
+            return replace(episode, outputs=cheats.cheat_outputs(case, paths)), ""
+        program = "" if case == NOTHING else cheats.cheat_program(case, paths)
+        _, collected = await run_and_collect(task, program, self.sandboxes, timeout_s=task.limits.wall_s)
         return replace(episode, outputs=collected.files, removed=collected.removed), ""
 
     async def _gold(self, task: Task, episode: Episode) -> tuple[Episode, str]:
         load_tools(task.tools, None, self.tools)
         limit = task.limits.wall_s if task.outputs else task.limits.tool_timeout_s
-        result, collected = await produce(task, self._solution(task), self.sandboxes, timeout_s=limit)
+        result, collected = await run_and_collect(task, self._solution(task), self.sandboxes, timeout_s=limit)
         self.left[task.id] = sorted(collected.files)
-        shown = show(result, task.limits)
+        shown = render_result(result, task.limits)
         refused = "".join(f"; {path}: {reason}" for path, reason in collected.refused.items())
         problem = "" if result.ok else f"gold solution failed: {shown}{refused}"
         return replace(episode, answer=shown, outputs=collected.files, removed=collected.removed), problem
@@ -442,7 +442,7 @@ class _Prover:
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # user code may raise anything, and must not end the check
-            raise TaskError(f"task {task.id!r}: the family's gold() failed: {user_code.describe(error)}") from error
+            raise TaskError(f"task {task.id!r}: the family's gold() failed: {user_code.describe_error(error)}") from error
 
 
 async def _retried(act: Callable[[], Awaitable[T]]) -> T:

@@ -37,7 +37,7 @@ def draw_name(draw: Draw) -> str:
     return f"{draw[0]} {draw[1]}"
 
 
-def sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
+def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
     """Number of tasks of each split to look at, at most `count`. Raises `ValueError` for an endless split without a count."""
     number: dict[Split, int] = {}
     for split in Split:
@@ -48,7 +48,7 @@ def sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
     return number
 
 
-def fields(task: Task) -> dict[str, str]:
+def field_texts(task: Task) -> dict[str, str]:
     """Name, such as `data.answer`, -> text of every field of a task. Raises `ValueError` naming a field that is not JSON."""
     return dict(_fields(asdict(task)))
 
@@ -67,4 +67,4 @@ def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def digests(task: Task) -> dict[str, tuple[str, str]]:
     """Field -> hash of its text, and the beginning of the text for display."""
-    return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in fields(task).items()}
+    return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in field_texts(task).items()}

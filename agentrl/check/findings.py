@@ -42,13 +42,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def examples(texts: Sequence[str]) -> str:
+def join_examples(texts: Sequence[str]) -> str:
     """The first few, and how many more there are."""
     more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 
 
-def clipped(text: str, limit: int = 60) -> str:
+def shorten(text: str, limit: int = 60) -> str:
     """Text in one line of at most `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."

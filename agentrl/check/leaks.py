@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentrl.check.findings import Finding, clipped, examples, plural, unique
+from agentrl.check.findings import Finding, join_examples, plural, shorten, unique
 from agentrl.task.leaks import Leak
 
 
-def findings_of(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
+def leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
     """Findings over all tasks (id -> leaks): one for sure leaks, one for the others."""
     findings: list[Finding] = []
     for sure in (True, False):
@@ -17,11 +17,11 @@ def findings_of(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]
         if not of_kind:
             continue
         texts = [
-            f"{task}: {leak.path} {leak.how} {leak.truth.origin} {clipped(leak.truth.text, 40)!r}"
+            f"{task}: {leak.path} {leak.how} {leak.truth.origin} {shorten(leak.truth.text, 40)!r}"
             for task, some in of_kind.items()
             for leak in some[:1]
         ]
         more = "" if sure else ", which is right if the agent should look it up"
-        what = f"the truth of {plural(len(of_kind), 'task')} is {where}{more} ({examples(unique(texts))})"
+        what = f"the truth of {plural(len(of_kind), 'task')} is {where}{more} ({join_examples(unique(texts))})"
         findings.append(Finding(severity="failure" if sure else "note", what=what, tasks=tuple(of_kind)))
     return findings

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agentrl.base.estimates import wilson
+from agentrl.base.estimates import wilson_interval
 from agentrl.check.check import prove_tasks
 from agentrl.errors import TaskError, UserError
-from agentrl.evaluation.regressions import Prepared, policy_opened
-from agentrl.evaluation.suites import now
+from agentrl.evaluation.regressions import PreparedEvaluation, open_policy
+from agentrl.evaluation.suites import utc_now
 from agentrl.failure.case import Baseline, Case
-from agentrl.failure.minimize import Part, fewest, line_parts, size_of, whole_parts, without
-from agentrl.gate.rule import passes
+from agentrl.failure.minimize import RemovablePart, describe_size, line_parts, message_and_file_parts, removable_parts, remove_parts
+from agentrl.gate.rule import attempt_passes
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.records import Task
 
@@ -30,18 +30,18 @@ REPEATS = 6
 _LEVEL = 0.9
 _PROOFS = 8  # smaller tasks proven for each that is asked of the policy, at most
 
-Ask = Callable[[Task, int], Awaitable[Sequence[float | None]]]
+AttemptTask = Callable[[Task, int], Awaitable[Sequence[float | None]]]
 """Scores of so many attempts at a task; None: unscored."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Search:
+class MinimizeSearch:
     """What is spent on one case, and whether a smaller task will do."""
 
     case: Case
     family: TaskFamily
     sandboxes: SandboxBackend
-    ask: Ask
+    ask: AttemptTask
     root: Path
     threshold: float
     repeats: int
@@ -56,7 +56,7 @@ class Search:
             return self._known[task.key]
         if self.asked + 2 * self.repeats > self.budget or self.proven >= _PROOFS * (1 + self.budget // self.repeats):
             return None  # the last attempts are for the smallest task
-        self._known[task.key] = await self._proven(task) and below(await self.scores(task), self.threshold)
+        self._known[task.key] = await self._proven(task) and fails_reliably(await self.scores(task), self.threshold)
         return self._known[task.key]
 
     async def scores(self, task: Task) -> Sequence[float | None]:
@@ -73,15 +73,15 @@ class Search:
         return bool(cases) and all(one.ok for one in cases) and not failed
 
 
-def below(scores: Sequence[float | None], threshold: float) -> bool:
+def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
     """Whether attempts show a failure: all scored, and few enough of them pass."""
     if not scores or None in scores:
         return False
-    passed = sum(passes(score, threshold) for score in scores)
-    return wilson(passed / len(scores), len(scores), level=_LEVEL)[1] < FAILS_BELOW
+    passed = sum(attempt_passes(score, threshold) for score in scores)
+    return wilson_interval(passed / len(scores), len(scores), level=_LEVEL)[1] < FAILS_BELOW
 
 
-async def smaller(search: Search, *, model: str, at: str) -> tuple[Case, str]:
+async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) -> tuple[Case, str]:
     """The case with the smallest task that was found, and what was done, in words.
 
     Raises `UserError` where the case does not clearly fail, cannot be proven as it is, or begins in the middle; and where nothing
@@ -100,27 +100,27 @@ async def smaller(search: Search, *, model: str, at: str) -> tuple[Case, str]:
             fix=f"choose one that is proven by agentrl check and fails nearly always; --budget allows {search.budget} attempts",
         )
     task = case.task
-    for parts in (whole_parts, line_parts):
-        task = without(task, await _gone(search, task, parts(task)))
+    for parts in (message_and_file_parts, line_parts):
+        task = remove_parts(task, await _gone(search, task, parts(task)))
     if task == case.task:
         raise UserError(
             f"case {case.id}: nothing smaller was found that fails and can be solved", fix="raise --budget, or keep it as it is"
         )
     scores = await search.scores(task)
-    if not below(scores, search.threshold):
+    if not fails_reliably(scores, search.threshold):
         raise UserError(f"case {case.id}: the smallest task passed when it was asked again", fix="raise --repeats: the policy is not sure")
-    told = f"{size_of(case.task)} -> {size_of(task)}; {search.asked} attempts, {search.proven} proofs"
+    told = f"{describe_size(case.task)} -> {describe_size(task)}; {search.asked} attempts, {search.proven} proofs"
     origin = {**case.origin, "smaller": told}
     baseline = Baseline(model=model, scores=tuple(scores), at=at)
     return replace(case, task=task, original=case.original or case.task, origin=origin, baseline=baseline), told
 
 
-async def _gone(search: Search, task: Task, parts: Sequence[Part]) -> tuple[Part, ...]:
-    return await fewest(parts, lambda gone: search.fails(without(task, gone)))
+async def _gone(search: MinimizeSearch, task: Task, parts: Sequence[RemovablePart]) -> tuple[RemovablePart, ...]:
+    return await removable_parts(parts, lambda gone: search.fails(remove_parts(task, gone)))
 
 
-async def make_smaller(given: Prepared, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
-    """`smaller`, with the policy and in the sandboxes of a prepared evaluation. Raises as that does.
+async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
+    """`search_smaller_case`, with the policy and in the sandboxes of a prepared evaluation. Raises as that does.
 
     Args:
         repeats: attempts at each smaller task.
@@ -129,7 +129,7 @@ async def make_smaller(given: Prepared, case: Case, family: TaskFamily, *, repea
     if case.task.family != family.name:
         other = f"case {case.id} is of family {case.task.family!r}, the recipe's is {family.name!r}"
         raise UserError(other, fix="name a recipe of that family, whose gold solutions prove smaller tasks")
-    async with policy_opened(given, console=False) as there:
+    async with open_policy(given, console=False) as there:
         number = 0
 
         async def ask(task: Task, count: int) -> Sequence[float | None]:
@@ -139,7 +139,7 @@ async def make_smaller(given: Prepared, case: Case, family: TaskFamily, *, repea
                 jobs = [asking.create_task(there.groups.episode(task, name=f"smaller{number}-{case.id}-r{n}")) for n in range(count)]
             return [None if one.result().episode.left_out else one.result().score.value for one in jobs]
 
-        search = Search(
+        search = MinimizeSearch(
             case=case,
             family=family,
             sandboxes=there.sandboxes,
@@ -149,4 +149,4 @@ async def make_smaller(given: Prepared, case: Case, family: TaskFamily, *, repea
             repeats=repeats,
             budget=budget,
         )
-        return await smaller(search, model=given.policy.name, at=now())
+        return await search_smaller_case(search, model=given.policy.name, at=utc_now())

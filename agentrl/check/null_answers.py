@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.base.scores import above, slack
-from agentrl.check.findings import Finding, Proof, examples, plural
-from agentrl.check.verifiers import Golden, quiet
-from agentrl.protocols.group_judge import WAITS
+from agentrl.base.scores import is_above, tolerance
+from agentrl.check.findings import Finding, Proof, join_examples, plural
+from agentrl.check.verifiers import GoldAttempt, quiet_verifier_log
+from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Episode, Message, Score, ScoredEpisode, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import TaskScorer
-from agentrl.reward.group_judging import GroupScorer
-from agentrl.task.leaks import truths
-from agentrl.task.outputs import example
+from agentrl.reward.group_judging import GroupJudgeScorer
+from agentrl.task.leaks import hidden_truths
+from agentrl.task.outputs import example_path
 
 NAME = "answers without work score at the bottom"
 TASKS = 3
@@ -62,17 +62,17 @@ class _Given:
 
     @property
     def pays(self) -> bool:
-        return self.score.value is not None and above(self.score.value, self.bottom)
+        return self.score.value is not None and is_above(self.score.value, self.bottom)
 
 
 async def prove_null_answers(
     tasks: Sequence[Task],
-    golden: Mapping[str, Golden],
+    golden: Mapping[str, GoldAttempt],
     scorer: TaskScorer,
     *,
     parallel: int,
     audit: Sequence[str] = (),
-    together: GroupScorer | None = None,
+    together: GroupJudgeScorer | None = None,
 ) -> Proof:
     """Asks every verifier by itself about every kind of such an answer, for a few of its tasks.
 
@@ -92,17 +92,17 @@ async def prove_null_answers(
             score = await scorer(one, _episode(one, answer, golden.get(task.id)))
         return _Given(verifier=verifier, task=task, kind=kind, answer=answer, score=score)
 
-    async def compare(judge: GroupScorer, task: Task, kind: str, answer: str | None) -> _Given:
+    async def compare(judge: GroupJudgeScorer, task: Task, kind: str, answer: str | None) -> _Given:
         gold = golden[task.id].episode
         group = [_waiting(gold), _waiting(_episode(task, answer, golden[task.id]))]
         async with slots:
             best, score = await judge.together(task, group)
-        bottom = 0.0 if best.value is None else best.value - 2 * slack(best.value)
+        bottom = 0.0 if best.value is None else best.value - 2 * tolerance(best.value)
         return _Given(verifier=judge.name, task=task, kind=kind, answer=answer, score=score, bottom=bottom)
 
     chosen = _chosen(tasks, audit)
     compared = [task for task in tasks if task.id in golden][:TASKS] if together is not None else []
-    async with quiet(), asyncio.TaskGroup() as asking:
+    async with quiet_verifier_log(), asyncio.TaskGroup() as asking:
         jobs = [
             asking.create_task(ask(verifier, task, kind, answer))
             for verifier, some in chosen.items()
@@ -123,7 +123,7 @@ async def prove_null_answers(
 
 
 def _waiting(episode: Episode) -> ScoredEpisode:
-    return ScoredEpisode(episode=episode, score=Score(value=None, reason=WAITS))
+    return ScoredEpisode(episode=episode, score=Score(value=None, reason=AWAITING_GROUP_JUDGE))
 
 
 def _chosen(tasks: Sequence[Task], audit: Sequence[str]) -> dict[str, list[Task]]:
@@ -143,7 +143,7 @@ def _answers(task: Task) -> list[tuple[str, str | None]]:
     return [*((kind, answer) for kind, some in probes.items() for answer in some), ("echo", echo)]
 
 
-def _episode(task: Task, answer: str | None, golden: Golden | None) -> Episode:
+def _episode(task: Task, answer: str | None, golden: GoldAttempt | None) -> Episode:
     """An episode of one turn that hands this in: as the answer, and as every file that the gold solution leaves."""
     call = (ToolCall(name="submit", arguments={"answer": answer}),) if answer is not None and "submit" in task.tools else ()
     turn = Turn(
@@ -155,7 +155,7 @@ def _episode(task: Task, answer: str | None, golden: Golden | None) -> Episode:
         finish_reason="stop",
     )
     paths = sorted(golden.episode.outputs) if golden is not None else []
-    paths = paths or [example(pattern) for pattern in task.outputs]
+    paths = paths or [example_path(pattern) for pattern in task.outputs]
     return Episode(
         id="check",
         task_id=task.id,
@@ -166,7 +166,7 @@ def _episode(task: Task, answer: str | None, golden: Golden | None) -> Episode:
     )
 
 
-def _findings(given: Sequence[_Given], golden: Mapping[str, Golden]) -> list[Finding]:
+def _findings(given: Sequence[_Given], golden: Mapping[str, GoldAttempt]) -> list[Finding]:
     """What is wrong with one verifier."""
     if not given:
         return []
@@ -175,24 +175,24 @@ def _findings(given: Sequence[_Given], golden: Mapping[str, Golden]) -> list[Fin
     found = []
     if bad:
         most = max(one.score.value or 0.0 for one in bad)
-        what = f"{given[0].verifier} gives up to {most:g} for answers without work: {examples(list(map(_shown, bad)))}"
+        what = f"{given[0].verifier} gives up to {most:g} for answers without work: {join_examples(list(map(_shown, bad)))}"
         found.append(Finding(severity="failure", what=what, tasks=_ids(bad)))
     if perhaps := [one for one in paid if one not in bad]:
-        what = f"{given[0].verifier} gives {examples(list(map(_shown, perhaps)))} more than 0; it may be right there"
+        what = f"{given[0].verifier} gives {join_examples(list(map(_shown, perhaps)))} more than 0; it may be right there"
         found.append(Finding(severity="note", what=what, tasks=_ids(perhaps)))
     if silent := [one for one in given if one.score.value is None]:
         why = silent[0].score.reason.replace("\n", " ")[:200]
-        what = f"{given[0].verifier} gives no score to {examples(list(map(_shown, silent)))} ({why}): an agent could so leave attempts out"
+        what = f"{given[0].verifier} gives no score to {join_examples(list(map(_shown, silent)))} ({why}): an agent could so leave attempts out"
         found.append(Finding(severity="warning", what=what, tasks=_ids(silent)))
     return found
 
 
-def _is_truth(one: _Given, golden: Mapping[str, Golden]) -> bool:
+def _is_truth(one: _Given, golden: Mapping[str, GoldAttempt]) -> bool:
     """Whether the answer is the task's truth, but for capitals and white space."""
     if one.answer is None:
         return False
     gold = golden[one.task.id].episode if one.task.id in golden else None
-    known = {truth.text for truth in truths(one.task, (gold.answer if gold is not None else None) or "")}
+    known = {truth.text for truth in hidden_truths(one.task, (gold.answer if gold is not None else None) or "")}
     known |= {value for value in one.task.data.values() if isinstance(value, str)}
     known |= {str(value) for value in one.task.data.values() if isinstance(value, int | float)}
     known |= {content.decode("utf-8", "replace") for content in (gold.outputs if gold is not None else {}).values()}

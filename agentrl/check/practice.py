@@ -12,28 +12,28 @@ from typing import cast
 from rich.console import Console
 from rich.progress import Progress
 
-from agentrl.agent.tools import show
+from agentrl.agent.tools import render_result
 from agentrl.base import user_code
 from agentrl.check.check import GOLD, CaseResult, prove_tasks
 from agentrl.check.findings import Proof
 from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.failure.case import Case, Suite
-from agentrl.failure.overlap import Withheld
-from agentrl.failure.practice import Practiced, practiced
-from agentrl.failure.practice_mutants import MUTATED, mutants, truth_free_gold
+from agentrl.failure.overlap import WithheldTasks
+from agentrl.failure.practice import PracticeTask, practice_task
+from agentrl.failure.practice_mutants import MUTATED, gold_without_answer, mutate_task
 from agentrl.protocols import SandboxBackend, TaskFamily, VariedFamily
 from agentrl.records import Split, Task
-from agentrl.task.outputs import produce
+from agentrl.task.outputs import run_and_collect
 
 DRAWS = 8
 """Variants drawn for one that is wanted, before a case has as many as it gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class PracticeReport:
     """The practice that was proven, and what was not taken: the case, and why, for each."""
 
-    tasks: tuple[Practiced, ...]
+    tasks: tuple[PracticeTask, ...]
     refused: tuple[tuple[str, str], ...]
 
     def by_case(self) -> dict[str, Counter[str]]:
@@ -44,18 +44,18 @@ class Made:
         return found
 
 
-async def make_practice(
+async def generate_practice(
     suite: Suite,
     family: TaskFamily,
     sandboxes: SandboxBackend,
     *,
-    withheld: Withheld,
+    withheld: WithheldTasks,
     count: int,
     seed: int,
     root: Path,
     parallel: int = 8,
     quiet: bool = False,
-) -> Made:
+) -> PracticeReport:
     """At most `count` proven tasks for each case of a suite.
 
     Args:
@@ -64,7 +64,7 @@ async def make_practice(
     Raises `InfrastructureError` when the sandboxes themselves fail. What goes wrong with a case or a task is in the result.
     """
     refused: list[tuple[str, str]] = []
-    drawn: list[Practiced] = []
+    drawn: list[PracticeTask] = []
     seen: set[str] = set()
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("variants", total=len(suite.cases))
@@ -74,7 +74,7 @@ async def make_practice(
             except InfrastructureError:
                 raise
             except Exception as error:  # a family is user code, and a case's task may be none of its own
-                refused.append((case.id, user_code.describe(error, 500)))
+                refused.append((case.id, user_code.describe_error(error, 500)))
             progress.advance(bar)
         progress.update(bar, total=None)
         cases, proofs = await prove_tasks(
@@ -87,10 +87,10 @@ async def make_practice(
         )
     wrong = _wrong(drawn, cases, proofs)
     refused += [(one.case, f"{one.how} {one.task.id}: {wrong[one.task.id]}") for one in drawn if one.task.id in wrong]
-    return Made(tasks=tuple(one for one in drawn if one.task.id not in wrong), refused=tuple(refused))
+    return PracticeReport(tasks=tuple(one for one in drawn if one.task.id not in wrong), refused=tuple(refused))
 
 
-def _wrong(drawn: Sequence[Practiced], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:
+def _wrong(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:
     """Task -> what is wrong with it, for those that are not proven."""
     wrong: dict[str, str] = {}
     for result in cases:
@@ -104,8 +104,8 @@ def _wrong(drawn: Sequence[Practiced], cases: Sequence[CaseResult], proofs: Sequ
 
 
 async def _drawn(
-    case: Case, family: TaskFamily, sandboxes: SandboxBackend, withheld: Withheld, seen: set[str], *, count: int, seed: int, root: Path
-) -> list[Practiced]:
+    case: Case, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, seen: set[str], *, count: int, seed: int, root: Path
+) -> list[PracticeTask]:
     """Up to `count` tasks for a case, all different, none of them withheld; not proven yet. Raises `TaskError` where there is none."""
     if case.task.family != family.name:
         other = f"case {case.id} is of family {case.task.family!r}, the recipe's is {family.name!r}"
@@ -114,28 +114,28 @@ async def _drawn(
         source = list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count))
     else:
         source = await _mutated(case.task, family, sandboxes, withheld, count=count, seed=seed, root=root)
-    found: list[Practiced] = []
+    found: list[PracticeTask] = []
     for how, task in source:
         if task.split is not Split.TRAIN:
             raise TaskError(f"{family.name}: variant {task.id!r} is of split {task.split}", fix="make variants of split train")
         if len(found) < count and task.key not in seen and task not in withheld:
             seen.add(task.key)
-            found.append(practiced(case, how, task))
+            found.append(practice_task(case, how, task))
     if not found:
         raise TaskError(f"no task could be made that is neither case {case.id} nor a near twin of one")
     return found
 
 
 async def _mutated(
-    task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: Withheld, *, count: int, seed: int, root: Path
+    task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, *, count: int, seed: int, root: Path
 ) -> list[tuple[str, Task]]:
     """Mutants with the truth that the gold program finds; it must be right about the task itself, and say another truth of the mutant."""
-    truth_free_gold(family, task)
+    gold_without_answer(family, task)
     cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
     if (wrong := next((one for one in cases if one.case == GOLD and not one.ok), None)) is not None or not cases:
         raise TaskError(f"the gold solution of the case is not right about it: {wrong.detail if wrong else 'it did not run'}")
     found: list[tuple[str, Task]] = []
-    for mutant in islice(mutants(task, seed=seed), DRAWS * count):
+    for mutant in islice(mutate_task(task, seed=seed), DRAWS * count):
         if len(found) == count:
             break
         truth = await _truth(family, mutant, sandboxes)
@@ -150,8 +150,8 @@ async def _mutated(
 
 async def _truth(family: TaskFamily, mutant: Task, sandboxes: SandboxBackend) -> str:
     """What the gold program prints beside the mutant's files; empty where it fails on them."""
-    result, _ = await produce(mutant, family.gold(mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
-    return show(result, mutant.limits) if result.ok else ""
+    result, _ = await run_and_collect(mutant, family.gold(mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
+    return render_result(result, mutant.limits) if result.ok else ""
 
 
 def check_count(count: int, suite: Suite) -> None:

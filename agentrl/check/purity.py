@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentrl.check.family_source import Draw, FamilySource, digests, draw_name
-from agentrl.check.findings import Finding, Proof, clipped, examples, plural
-from agentrl.check.subprocess_draw import draw_elsewhere
+from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
+from agentrl.check.subprocess_draw import draw_in_subprocess
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split
 from agentrl.task import make_task
@@ -26,7 +26,7 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     first = {draw: _drawn(family, draw) for draw in draws}
     again = {draw: _drawn(family, draw) for draw in reversed(draws)}
     try:
-        other = dict(zip(draws, draw_elsewhere(source, draws), strict=True))
+        other = dict(zip(draws, draw_in_subprocess(source, draws), strict=True))
     except RuntimeError as error:
         findings = [Finding(severity="failure", what=f"the family cannot be opened in another process: {error}")]
     else:
@@ -67,8 +67,8 @@ def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how:
     was, now = ("a task", str(other)) if isinstance(one, str) or isinstance(other, str) else _apart(one, other, names[0])
     fields = list(dict.fromkeys(name for some in differing.values() for name in some))
     what = (
-        f"{plural(len(differing), 'task')} of {len(first):,} differ {how}, in {examples(fields)};"
-        f" {draw_name(draw)}: {names[0]} was {clipped(was)} and is {clipped(now)}"
+        f"{plural(len(differing), 'task')} of {len(first):,} differ {how}, in {join_examples(fields)};"
+        f" {draw_name(draw)}: {names[0]} was {shorten(was)} and is {shorten(now)}"
     )
     return [Finding(severity="failure", what=what, tasks=tuple(map(draw_name, differing)))]
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from agentrl.check.family_source import FamilySource, draw_name
-from agentrl.check.findings import Finding, Proof, clipped, examples, plural
+from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
 from agentrl.task import make_task
@@ -83,7 +83,7 @@ def _equal(drawn: Mapping[Split, list[Task]], seen: Mapping[Split, list[str]], s
     pairs = [(task, training[key]) for task, key in zip(drawn[split], seen[split], strict=True) if key in training]
     if not pairs:
         return []
-    shown = examples([f"{task.id} is {other.id}" for task, other in pairs])
+    shown = join_examples([f"{task.id} is {other.id}" for task, other in pairs])
     what = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same as a training task: {shown}"
     return [Finding(severity="failure", what=what, tasks=tuple(task.id for task, _ in pairs))]
 
@@ -112,7 +112,7 @@ def _guesses(split: Split, tasks: list[Task]) -> list[Finding]:
     if times < GUESSED * len(answers):
         return []
     share = times / len(answers)
-    return [Finding(severity="note", what=f"answering {clipped(answer)!r} to everything is right in {share:.0%} of the tasks in {split}")]
+    return [Finding(severity="note", what=f"answering {shorten(answer)!r} to everything is right in {share:.0%} of the tasks in {split}")]
 
 
 def _same_names(tasks: list[Task], seen: list[str]) -> list[Finding]:
@@ -122,5 +122,5 @@ def _same_names(tasks: list[Task], seen: list[str]) -> list[Finding]:
     twice = [name for name, keys in contents.items() if len(keys) > 1]
     if not twice:
         return []
-    what = f"different tasks have the same id, by which transcripts name them: {examples(twice)}"
+    what = f"different tasks have the same id, by which transcripts name them: {join_examples(twice)}"
     return [Finding(severity="warning", what=what, tasks=tuple(twice))]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.processes import importing_from
+from agentrl.base.processes import import_environment
 from agentrl.check.family_source import Draw, FamilySource, digests
 from agentrl.config.recipe import TasksConfig
 from agentrl.plugins.references import add_project_root
@@ -24,7 +24,7 @@ from agentrl.task import make_task
 TIMEOUT_S = 600.0
 
 
-def draw_elsewhere(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
+def draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
     """The digests of these tasks, or why one cannot be made, computed in another process.
 
     Raises `RuntimeError` with the process's last output when it cannot open the family.
@@ -38,7 +38,7 @@ def draw_elsewhere(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str
             "answer": answer.name,
         }
         seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-        environment = importing_from(Path(__file__).resolve().parents[2]) | {"PYTHONHASHSEED": seed}
+        environment = import_environment(Path(__file__).resolve().parents[2]) | {"PYTHONHASHSEED": seed}
         command = [sys.executable, "-m", "agentrl.check.subprocess_draw"]
         try:
             done = subprocess.run(

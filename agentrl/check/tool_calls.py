@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.agent import Tool, ToolOutcome, load_tools
-from agentrl.agent.mcp.servers import PREFIX
-from agentrl.agent.toolbox import Kept
+from agentrl.agent.mcp.servers import MCP_PREFIX
+from agentrl.agent.toolbox import ToolInstance
 from agentrl.base import user_code
-from agentrl.base.processes import alarm
+from agentrl.base.processes import deadline_alarm
 from agentrl.check import malformed
-from agentrl.check.findings import Finding, Proof, clipped, examples, plural
+from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
 from agentrl.errors import SandboxError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.records import Task
@@ -44,7 +44,7 @@ async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: Too
     for name, task in users.items():
         found += await _prove(name, task, sandboxes, run)
     found += _clashes(tasks, run)
-    looked_at = f"{plural(len(users), 'tool')}: {examples(list(users))}" if users else "no tool is named by reference"
+    looked_at = f"{plural(len(users), 'tool')}: {join_examples(list(users))}" if users else "no tool is named by reference"
     return Proof(name=NAME, looked_at=looked_at, findings=tuple(found))
 
 
@@ -74,7 +74,7 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: Too
         found: list[Finding] = []
         for tool in tools.values():
             name = f"{reference}, method {tool.name}," if tools.kept else reference
-            if reference.startswith(PREFIX) and not tool.needs_sandbox:
+            if reference.startswith(MCP_PREFIX) and not tool.needs_sandbox:
                 found += [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong[tool.name]]
                 continue
             found += await _prove_calls(tool, name, wrong[tool.name], task, sandboxes)
@@ -107,16 +107,16 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
         raises = problem.startswith("raises")
         more = " (the agent is told of a tool error; say what you expect instead)" if raises else ""
         found.append(
-            Finding(severity="warning" if raises else "failure", what=f"tool {reference} {problem}, given {examples(cases)}{more}")
+            Finding(severity="warning" if raises else "failure", what=f"tool {reference} {problem}, given {join_examples(cases)}{more}")
         )
     return found
 
 
 async def _fresh(kind: Any) -> Any:
     """What tools keep that nobody has called yet; None where they cannot even be opened, which their calls tell."""
-    kept = Kept(kind)
+    kept = ToolInstance(kind)
     try:
-        await user_code.call(kept.opened, what=f"opening {kept.kind.__name__}", timeout_s=CALL_S)
+        await user_code.call_user_code(kept.opened, what=f"opening {kept.kind.__name__}", timeout_s=CALL_S)
         return await kept.state(timeout_s=CALL_S)
     except (Exception, SystemExit):  # a tool is anybody's code
         return None
@@ -124,20 +124,20 @@ async def _fresh(kind: Any) -> Any:
         await kept.close(timeout_s=CALL_S)
 
 
-async def _prove_state(reference: str, kept: Kept, fresh: Sequence[Any]) -> list[Finding]:
+async def _prove_state(reference: str, kept: ToolInstance, fresh: Sequence[Any]) -> list[Finding]:
     """Whether what the tools keep can be taken and given back, and stays with the episode that has called them."""
     try:
         state = await kept.state(timeout_s=CALL_S)
     except ValueError as error:
-        return [Finding(severity="failure", what=f"tool {reference}: {clipped(str(error), 200)}; such an episode is never captured")]
+        return [Finding(severity="failure", what=f"tool {reference}: {shorten(str(error), 200)}; such an episode is never captured")]
     found = []
-    again = Kept(kept.kind, state, restored=True)
+    again = ToolInstance(kept.kind, state, restored=True)
     try:
-        await user_code.call(again.opened, what=f"restoring {kept.kind.__name__}", timeout_s=CALL_S)
+        await user_code.call_user_code(again.opened, what=f"restoring {kept.kind.__name__}", timeout_s=CALL_S)
         if await again.state(timeout_s=CALL_S) != state:
             found.append("a state that is restored is another one: an episode that goes on has other tools than it had")
     except (Exception, SystemExit) as error:  # a tool is anybody's code
-        found.append(f"its state is not restored ({clipped(user_code.describe(error), 200)})")
+        found.append(f"its state is not restored ({shorten(user_code.describe_error(error), 200)})")
     finally:
         await again.close(timeout_s=CALL_S)
     if fresh[0] == fresh[1] != await _fresh(kept.kind):
@@ -173,10 +173,10 @@ def _wrong_parameters(parameters: Any) -> list[str]:
     for name, one in parameters["properties"].items():
         kinds = one.get("type", []) if isinstance(one, Mapping) else None
         if kinds is None or not set([kinds] if isinstance(kinds, str) else kinds) <= _TYPES:
-            wrong.append(f"its parameter {name!r} has no type of JSON schema: {clipped(repr(one))}")
+            wrong.append(f"its parameter {name!r} has no type of JSON schema: {shorten(repr(one))}")
     required = parameters.get("required", [])
     if not isinstance(required, list) or not set(required) <= set(parameters["properties"]):
-        wrong.append(f"it requires parameters that it does not have: {clipped(repr(required))}")
+        wrong.append(f"it requires parameters that it does not have: {shorten(repr(required))}")
     return wrong
 
 
@@ -184,13 +184,13 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | Non
     """What is wrong with how a call went; empty when it gave an outcome."""
     limit = min(task.limits.tool_timeout_s, CALL_S)
     try:
-        with alarm(limit + 5.0, _Blocked):
+        with deadline_alarm(limit + 5.0, _Blocked):
             async with asyncio.timeout(limit + 2.0):
                 outcome: Any = await tool(arguments, sandbox, task.limits)
     except _Blocked:
         return f"holds the whole run for more than {limit + 5.0:g} s (await what waits, or use asyncio.to_thread)"
     except SandboxError as error:
-        return f"{_BROKE}: {clipped(str(error), 200)}"
+        return f"{_BROKE}: {shorten(str(error), 200)}"
     except TimeoutError:
         return f"gives no outcome within {limit:g} s"
     except (Exception, SystemExit) as error:  # a tool is anybody's code

@@ -9,9 +9,9 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.base.scores import above
+from agentrl.base.scores import is_above
 from agentrl.check import malformed
-from agentrl.check.findings import Finding, Proof, clipped, examples, plural
+from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
 
@@ -21,14 +21,14 @@ TASKS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Golden:
+class GoldAttempt:
     """The episode of a gold solution, and its first score."""
 
     episode: Episode
     score: Score
 
 
-async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], scorer: TaskScorer, *, parallel: int) -> Proof:
+async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], scorer: TaskScorer, *, parallel: int) -> Proof:
     """Scores odd answers for a few tasks of each verifier, and every gold episode (`golden`, by task id) a second time."""
     scorer = replace(scorer, controls=False)  # a verifier that fails is told, whatever made it fail
     chosen: dict[tuple[str, ...], list[Task]] = {}
@@ -42,7 +42,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
         async with slots:
             return await scorer(task, episode)
 
-    async with quiet(), asyncio.TaskGroup() as asking:
+    async with quiet_verifier_log(), asyncio.TaskGroup() as asking:
         again = [(task, asking.create_task(ask(task, golden[task.id].episode))) for task in reversed(tasks) if task.id in golden]
         odd_ones = [
             (f"{what} for {task.id}", asking.create_task(ask(task, episode)))
@@ -53,7 +53,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
     for case, job in odd_ones:
         if problem := _problem(job.result()):
             bad.setdefault(problem, []).append(case)
-    findings = [Finding(severity="failure", what=f"{problem}; handed in: {examples(cases)}") for problem, cases in bad.items()]
+    findings = [Finding(severity="failure", what=f"{problem}; handed in: {join_examples(cases)}") for problem, cases in bad.items()]
     pairs = [(task.id, golden[task.id].score, job.result()) for task, job in again]
     verifiers = {name for task in tasks for name in task.verifiers}
     return Proof(
@@ -64,7 +64,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
 
 
 @contextlib.asynccontextmanager
-async def quiet() -> AsyncIterator[None]:
+async def quiet_verifier_log() -> AsyncIterator[None]:
     """Suppresses the tracebacks of verifiers that raise, since the finding has the text."""
     log = logging.getLogger("agentrl.reward")
     before = log.level
@@ -75,7 +75,7 @@ async def quiet() -> AsyncIterator[None]:
         log.setLevel(before)
 
 
-def _odd_episodes(task: Task, golden: Golden | None) -> list[tuple[str, Episode]]:
+def _odd_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:
     nothing = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
     if not task.outputs:
         return [(what, replace(nothing, answer=answer)) for what, answer in malformed.ANSWERS.items()]
@@ -86,10 +86,10 @@ def _odd_episodes(task: Task, golden: Golden | None) -> list[tuple[str, Episode]
 def _problem(score: Score) -> str:
     """What is wrong with the score of odd work; empty when it is 0."""
     if score.value is None:
-        return f"no score: {clipped(score.reason, 300)}"
+        return f"no score: {shorten(score.reason, 300)}"
     if not math.isfinite(score.value):
         return f"a score that is not finite: {score.value}"
-    return f"a score of {score.value:g} for work that is wrong" if above(score.value, 0.0) else ""
+    return f"a score of {score.value:g} for work that is wrong" if is_above(score.value, 0.0) else ""
 
 
 def _unlike(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
@@ -103,10 +103,10 @@ def _unlike(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
         return []
     name, one, other = differing[0]
     parts = [part for part in {**one.parts, **other.parts} if one.parts.get(part) != other.parts.get(part)]
-    where = f"{_shown(one)} and {_shown(other)}" if one.value != other.value else f"other {examples(parts) or 'turns or branches'}"
+    where = f"{_shown(one)} and {_shown(other)}" if one.value != other.value else f"other {join_examples(parts) or 'turns or branches'}"
     what = f"{plural(len(differing), 'task')} of {len(pairs)} score differently the second time: {name} {where}"
     return [Finding(severity="failure", what=what, tasks=tuple(name for name, _, _ in differing))]
 
 
 def _shown(score: Score) -> str:
-    return f"{score.value:g}" if score.value is not None else f"no score ({clipped(score.reason)})"
+    return f"{score.value:g}" if score.value is not None else f"no score ({shorten(score.reason)})"

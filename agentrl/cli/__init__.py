@@ -9,11 +9,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.base.secrets import Redacting
+from agentrl.base.secrets import RedactingFormatter
 from agentrl.cli import check, failures, history, judging, machine, memory, model, practice, runs, sandboxes, suites, train, tune
 from agentrl.cli import sample as sampling
 from agentrl.cli.terminal import outlast_readers, settle
-from agentrl.session.ending import explain, stopped
+from agentrl.session.ending import ended_by_user, report_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -84,17 +84,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
     outlast_readers()
     shown = logging.StreamHandler()
-    shown.setFormatter(Redacting("%(levelname)s %(name)s: %(message)s"))
+    shown.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[shown])
     try:
         app(args=argv, prog_name="agentrl")
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        if stopped(error):
+        if ended_by_user(error):
             print("stopped", file=sys.stderr)
             sys.exit(130)
-        sys.exit(explain(error))
+        sys.exit(report_error(error))
     finally:
         settle()
     sys.exit(0)

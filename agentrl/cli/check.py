@@ -42,14 +42,14 @@ def check(
 ) -> None:
     """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
     from agentrl.check.check import check_family, render
-    from agentrl.session.judges_alone import judges_served
+    from agentrl.session.judges_alone import standalone_judge_servers
 
     source, config = open_target(target, sandbox, overrides or [])
     wanted = count if count is not None or target.is_dir() else 24
     recipe = None if target.is_dir() else load_recipe(target, overrides or [])[1]
 
     async def checked() -> CheckReport:
-        async with judges_served(recipe, root=source.root):
+        async with standalone_judge_servers(recipe, root=source.root):
             return await check_family(source, config, count=wanted, parallel=parallel, quiet=as_json)
 
     report = asyncio.run(checked())

@@ -245,8 +245,8 @@ def _sandboxes() -> list[Check]:
 
 def _docker() -> Check:
     try:
-        socket = Path(docker_client.address().removeprefix("unix://"))
-        state = docker_client.state(DEADLINE_S)
+        socket = Path(docker_client.daemon_address().removeprefix("unix://"))
+        state = docker_client.daemon_state(DEADLINE_S)
     except SandboxUnavailable as error:
         return _check("Docker", False, error.message, error.fix, required=False)
     installed = shutil.which("dockerd") or Path("/usr/sbin/dockerd").exists()

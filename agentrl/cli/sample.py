@@ -17,7 +17,7 @@ from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import loading, run_folder
 
 if TYPE_CHECKING:
-    from agentrl.run.sample import Came, Sampled
+    from agentrl.run.sample import AttemptTotals, SampleResult
 
 _NAME = 40  # characters of a kind
 
@@ -55,7 +55,7 @@ def sample(
         raise typer.Exit(1)
 
 
-def told(found: Sampled, *, group_size: int) -> str:
+def told(found: SampleResult, *, group_size: int) -> str:
     """The result for a person: a row for each kind of task, why attempts were left out, and what can be done with the rest."""
     rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in found.by_kind.items()]
     rows = [*(rows if len(rows) > 1 else []), ("all", found.whole)]
@@ -70,7 +70,7 @@ def told(found: Sampled, *, group_size: int) -> str:
     return "\n".join(lines)
 
 
-def _row(came: Came) -> str:
+def _row(came: AttemptTotals) -> str:
     rate = came.rate
     mean = "-" if rate is None else f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
     return f"{came.tasks:>5}  {came.attempts:>8}  {mean:24}  {came.solved:>6}  {came.differ:>6}"

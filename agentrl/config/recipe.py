@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from agentrl.base import secrets
-from agentrl.base.untrusted_files import content
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.config import section
 from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
@@ -109,7 +109,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _no_secrets_by_value(self) -> Recipe:
         """Rejects secrets by value: a run stores its recipe, and the report prints it."""
-        if found := list(secrets.literals(self.model_dump(mode="json"))):
+        if found := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
             raise ValueError("; ".join(found))
         return self
 
@@ -333,4 +333,4 @@ def build(data: Mapping[str, Any]) -> Recipe:
 
 def load(path: Path) -> Recipe:
     """The recipe saved in a run folder (`recipe.json`)."""
-    return build(json.loads(content(path, most=_LARGEST, inside=path.parent)))
+    return build(json.loads(read_bytes(path, most=_LARGEST, inside=path.parent)))

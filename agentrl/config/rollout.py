@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl.config.section import Needs, Section, resumable
 from agentrl.plugins import parts
-from agentrl.records.paths import wrong_pattern
+from agentrl.records.paths import pattern_error
 from agentrl.records.sampling import MAX_TOP_K, Sampling
 
 SUITE_FAMILY = "agentrl.evaluation.suite_tasks:SuiteTasks"
@@ -74,7 +74,7 @@ class DelegationConfig(Section):
     @classmethod
     def _are_patterns(cls, returns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in returns:
-            if wrong := wrong_pattern(pattern):
+            if wrong := pattern_error(pattern):
                 raise ValueError(f"{pattern[:80]!r} {wrong}")
         return returns
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from agentrl.base.validation import describe, shortened, unknown
+from agentrl.base.validation import shortened, unknown_name, validation_text
 from agentrl.errors import RecipeError
 from agentrl.records.fields import encodable
 
@@ -83,7 +83,7 @@ class Section(BaseModel):
         for item in found:
             message = item["msg"]
             if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
-                message = unknown(str(item["loc"][0]), cls.model_fields)
+                message = unknown_name(str(item["loc"][0]), cls.model_fields)
             lines.append({"type": PydanticCustomError(item["type"], message), "loc": item["loc"], "input": item["input"]})
         raise ValidationError.from_exception_data(cls.__name__, lines)
 
@@ -128,7 +128,7 @@ def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
     return found
 
 
-def meanings(kind: type[Section]) -> dict[str, str]:
+def key_docs(kind: type[Section]) -> dict[str, str]:
     """What the keys of a section do: the text under each in its source, read when it is asked for.
 
     pydantic would read it at each import (`use_attribute_docstrings`), a third of what loading a recipe takes.
@@ -170,7 +170,9 @@ def build(kind: type[S], data: Mapping[str, Any]) -> S:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise RecipeError(describe(error), fix=f"every key is in {inspect.getfile(kind)}, with its default and what it does") from None
+        raise RecipeError(
+            validation_text(error), fix=f"every key is in {inspect.getfile(kind)}, with its default and what it does"
+        ) from None
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -210,7 +212,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         inner = None if field is None else section_of(field.annotation)
         if field is None:
             sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
-            raise RecipeError(f"{where}: {unknown(part, sections, what='section')}")
+            raise RecipeError(f"{where}: {unknown_name(part, sections, what='section')}")
         if (several := named_section_of(field.annotation)) is not None:
             _assign_named(node, part, several, [*parents[depth + 1 :], leaf], value, where=where)
             return
@@ -234,7 +236,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         if not isinstance(node, dict):
             raise RecipeError(f"{where}: expected a section, got {shortened(node)}")
     if leaf not in model.model_fields:
-        raise RecipeError(f"{dotted}: {unknown(leaf, model.model_fields)}")
+        raise RecipeError(f"{dotted}: {unknown_name(leaf, model.model_fields)}")
     node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value
 
 

@@ -66,7 +66,7 @@ class MCPConfig(Section):
         if self.command and self.env:
             raise ValueError("env is for host_command: the agent could read the environment of a program in its sandbox")
         if wrong := [name for name, value in self.env.items() if not secrets.is_reference(value)]:
-            raise ValueError(f"env.{wrong[0]} is given by value, and recipe.json and the report would show it: {secrets.HOW}")
+            raise ValueError(f"env.{wrong[0]} is given by value, and recipe.json and the report would show it: {secrets.HOW_TO_REFER}")
         if self.url and (urlsplit(self.url).query or urlsplit(self.url).fragment):
             raise ValueError("url has a query, and recipe.json and the report would show it: set key_env to the variable with the token")
         if self.key_env and not self.url:

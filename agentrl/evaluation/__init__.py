@@ -3,8 +3,20 @@
 Pure functions of scores, standard library alone, and the files that an evaluation of a suite is kept in.
 """
 
-from agentrl.evaluation.comparison import Comparison, Scores, Verdict, compare
-from agentrl.evaluation.results import About, Attempt, Results
-from agentrl.gate.rule import Judgement, Rule, judge, suspicious
+from agentrl.evaluation.comparison import Comparison, ComparisonVerdict, Scores, compare
+from agentrl.evaluation.results import CaseAttempt, EvaluationInfo, SuiteResults
+from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
 
-__all__ = ["About", "Attempt", "Comparison", "Judgement", "Results", "Rule", "Scores", "Verdict", "compare", "judge", "suspicious"]
+__all__ = [
+    "CaseAttempt",
+    "Comparison",
+    "ComparisonVerdict",
+    "EvaluationInfo",
+    "GateRule",
+    "RuleResult",
+    "Scores",
+    "SuiteResults",
+    "apply_rule",
+    "cases_to_retry",
+    "compare",
+]

@@ -14,13 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.agent import Toolbox, load_tools
-from agentrl.agent.calls import MAX_CALLS, read_call
+from agentrl.agent.calls import MAX_CALLS, parse_call
 from agentrl.agent.tools import clip
-from agentrl.agent.turncalls import call_one, calls_made
-from agentrl.agent.wording import told
+from agentrl.agent.turncalls import count_calls, run_call
+from agentrl.agent.wording import main_prompt
 from agentrl.base.user_code import printable
 from agentrl.errors import JudgeError, PolicyFault, PromptRefusedError, ServingError, TaskError
-from agentrl.judge.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, usage
+from agentrl.judge.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, token_usage
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Completion, Message, SamplingParams, ToolCall, ToolResult
 from agentrl.records.fields import text as encodable
@@ -31,7 +31,7 @@ BYTES_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestedCall:
     """One tool call of an answer: what the tool is given, or what is wrong with it, and how the server knows it."""
 
     id: str
@@ -41,10 +41,10 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(Reply):
+class ChatAnswer(Reply):
     """One turn of the model."""
 
-    calls: tuple[Asked, ...] = ()
+    calls: tuple[RequestedCall, ...] = ()
     cut: bool = False  # by its length
 
 
@@ -54,7 +54,7 @@ class ChatEndpoint(Endpoint):
 
     structured: Any = "never"
 
-    def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Answer:
+    def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> ChatAnswer:
         """Raises `JudgeError` for what is no chat completion: the server's fault."""
         if len(content) > self.max_bytes:
             raise JudgeError(f"{self._where()} gave an answer of more than {self.max_bytes:,} bytes")
@@ -67,9 +67,9 @@ class ChatEndpoint(Endpoint):
             raise JudgeError(f"{self._where()} gave an answer that is no chat completion") from None
         if not isinstance(wanted, list) or not isinstance(words, str | None):
             raise JudgeError(f"{self._where()} gave an answer that is no chat completion")
-        cost = usage(body.get("usage"), len(json.dumps(list(messages))) // CHARS_PER_TOKEN, content.decode(errors="replace"))
+        cost = token_usage(body.get("usage"), len(json.dumps(list(messages))) // CHARS_PER_TOKEN, content.decode(errors="replace"))
         text = words if words is not None else refusal if isinstance(refusal, str) else ""
-        return Answer(
+        return ChatAnswer(
             text=encodable(text),
             **cost,
             calls=_calls(wanted[:MAX_CALLS]),
@@ -105,7 +105,7 @@ class ChatAgent:
 
     async def _turns(self, episode: LiveEpisode, tools: Toolbox) -> str:
         main, limits = episode.trajectories[0], episode.task.limits
-        prompt = told(main, episode.task, self.instructions)
+        prompt = main_prompt(main, episode.task, self.instructions)
         messages: list[dict[str, Any]] = [{"role": one.role, "content": one.content} for one in prompt]
         schemas = {"tools": [tool.schema for tool in tools.values()]} if tools else {}
         context = 0  # tokens, as the server counts them
@@ -129,7 +129,9 @@ class ChatAgent:
                 return ended
         return limit
 
-    async def _asked(self, episode: LiveEpisode, messages: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any], most: int) -> Answer:
+    async def _asked(
+        self, episode: LiveEpisode, messages: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any], most: int
+    ) -> ChatAnswer:
         try:
             with episode.elsewhere(most, within_s=self.endpoint.timeout_s) as request:
                 more = {**self.sampling, **schemas, self.endpoint.tokens_name: request.most}
@@ -141,13 +143,13 @@ class ChatAgent:
             raise ServingError(str(error)) from error
         except JudgeError as error:
             raise ServingError(str(error)) from error
-        assert isinstance(answer, Answer), "the endpoint reads its answers itself"
+        assert isinstance(answer, ChatAnswer), "the endpoint reads its answers itself"
         self.tokens[episode.id] = self.tokens.get(episode.id, 0) + answer.completion_tokens
         return answer
 
-    async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[Asked], messages: list[dict[str, Any]]) -> str:
+    async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[RequestedCall], messages: list[dict[str, Any]]) -> str:
         """Runs the calls of a turn in order, up to a submitted answer or a lost sandbox, and appends what they gave. The stop reason."""
-        began, made = time.monotonic(), calls_made(episode)
+        began, made = time.monotonic(), count_calls(episode)
         results: list[ToolResult] = []
         errors: list[ToolResult] = []  # after the others, as the turn loop records them
         ended = ""
@@ -157,7 +159,7 @@ class ChatAgent:
                 errors.append(ToolResult(name="", output=output, ok=False))
             else:
                 started = time.monotonic()
-                outcome = await call_one(episode, tools, one.call, made)
+                outcome = await run_call(episode, tools, one.call, made)
                 output = episode.shown(outcome.output)
                 results.append(ToolResult(name=one.name[:64], output=output, ok=outcome.ok, wall_s=time.monotonic() - started))
                 if outcome.answer is not None or episode.sandbox_lost:
@@ -168,16 +170,16 @@ class ChatAgent:
         return ended
 
 
-class NoTokens:
+class NoPolicy:
     """The `agentrl.protocols.Policy` beside a `ChatAgent`, which samples nothing through it."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         raise ServingError("an endpoint of chat completions gives no exact tokens")
 
 
-def _calls(wanted: Sequence[Any]) -> tuple[Asked, ...]:
+def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
     """Whatever a server gives as tool calls. Ids that are none, or are given twice, get one of ours."""
-    made: list[Asked] = []
+    made: list[RequestedCall] = []
     for number, one in enumerate(wanted):
         about = one.get("function") if isinstance(one, dict) else None
         name, arguments = (about.get("name"), about.get("arguments")) if isinstance(about, dict) else (None, None)
@@ -186,9 +188,9 @@ def _calls(wanted: Sequence[Any]) -> tuple[Asked, ...]:
         fine = isinstance(given, str) and 0 < len(given) <= _LONGEST_ID and given not in {other.id for other in made}
         call: ToolCall | str = "a tool call needs a function with a name and arguments"
         if isinstance(name, str) and isinstance(arguments, str | None):
-            call = read_call(name, arguments or "")
+            call = parse_call(name, arguments or "")
         made.append(
-            Asked(
+            RequestedCall(
                 id=encodable(given) if fine else f"call_{number}",
                 name=encodable(name)[:256] if isinstance(name, str) else "",
                 arguments=encodable(arguments.strip())
@@ -200,7 +202,7 @@ def _calls(wanted: Sequence[Any]) -> tuple[Asked, ...]:
     return tuple(made)
 
 
-def _echo(answer: Answer) -> dict[str, Any]:
+def _echo(answer: ChatAnswer) -> dict[str, Any]:
     """A turn of the model as the server wants it back."""
     calls = [{"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}

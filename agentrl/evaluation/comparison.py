@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
-from agentrl.base.scores import exact, slack
+from agentrl.base.scores import exact_fraction, tolerance
 from agentrl.evaluation import intervals, power
-from agentrl.evaluation.exact import sign_flips
+from agentrl.evaluation.exact import sign_flip_test
 from agentrl.evaluation.sequential import e_value
 
 Scores = Mapping[str, Sequence[float | None]]
@@ -21,7 +21,7 @@ ALPHA, MARGIN = 0.05, 0.05
 _FOR_SAMENESS = 3.5  # see `intervals.differences`: what has not been seen in a few cases is no proof that it is rare
 
 
-class Verdict(StrEnum):
+class ComparisonVerdict(StrEnum):
     """What may be said of the second policy against the first."""
 
     BETTER = "better"
@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PairedCase:
     """One case, tried by both."""
 
     case: str
@@ -41,15 +41,15 @@ class Pair:
     @property
     def difference(self) -> Fraction:
         """The mean over the attempts of after minus before; exact, and 0 if both are equal up to rounding."""
-        moved = (sum(map(exact, self.after), Fraction()) - sum(map(exact, self.before), Fraction())) / len(self.before)
-        return moved if abs(moved) > slack(*self.before, *self.after) else Fraction()
+        moved = (sum(map(exact_fraction, self.after), Fraction()) - sum(map(exact_fraction, self.before), Fraction())) / len(self.before)
+        return moved if abs(moved) > tolerance(*self.before, *self.after) else Fraction()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paired:
+class PairedScores:
     """What of two evaluations can be compared."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[PairedCase, ...]
     unpaired: tuple[str, ...]  # cases that only one side has, or of which no attempt is a pair
     unscored: int  # attempts that one of the two has no score of
 
@@ -75,7 +75,7 @@ class Comparison:
     spread: float  # standard deviation of the case differences
     alpha: float
     margin: float
-    verdict: Verdict
+    verdict: ComparisonVerdict
 
     def cases_for(self, difference: float, *, chance: float = 0.8) -> int:
         """Cases like these that a difference would need to be seen with this chance. Raises `ValueError` for a difference of 0.
@@ -83,12 +83,12 @@ class Comparison:
         Where fewer flipped than such a difference must flip, what was seen says nothing of it: it is planned without noise.
         """
         spread = max(self.spread, power.planned_spread(difference, 0.0))
-        return power.cases_for(difference, spread, alpha=self.alpha, power=chance)
+        return power.cases_needed(difference, spread, alpha=self.alpha, power=chance)
 
 
-def paired(before: Scores, after: Scores) -> Paired:
+def pair_scores(before: Scores, after: Scores) -> PairedScores:
     """Attempt k of a case is one side's pair to the other's; what only one has is left out."""
-    pairs: list[Pair] = []
+    pairs: list[PairedCase] = []
     unscored = 0
     for case in sorted(before.keys() & after.keys()):
         both = list(zip(before[case], after[case], strict=False))
@@ -96,9 +96,9 @@ def paired(before: Scores, after: Scores) -> Paired:
         unscored += len(both) - len(scored)
         if scored:
             ones, others = zip(*scored, strict=True)
-            pairs.append(Pair(case=case, before=ones, after=others))
+            pairs.append(PairedCase(case=case, before=ones, after=others))
     there = {pair.case for pair in pairs}
-    return Paired(pairs=tuple(pairs), unpaired=tuple(sorted((before.keys() | after.keys()) - there)), unscored=unscored)
+    return PairedScores(pairs=tuple(pairs), unpaired=tuple(sorted((before.keys() | after.keys()) - there)), unscored=unscored)
 
 
 def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: float = MARGIN, seed: int = 0) -> Comparison | None:
@@ -107,20 +107,20 @@ def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: floa
     `same` where the interval of level 1 - 2 alpha lies within the margin: two one-sided tests (Schuirmann 1987). Else `better` or
     `worse` where the sign-flip test is significant at `alpha`, else `not enough data`.
     """
-    both = paired(before, after)
+    both = pair_scores(before, after)
     pairs = both.pairs
     if not pairs:
         return None
     differences = [pair.difference for pair in pairs]
     moved = [float(one) for one in differences]
-    wide = intervals.differences(moved, seed=seed)
-    narrow = intervals.differences(moved, level=1 - 2 * alpha, made_up=_FOR_SAMENESS, seed=seed)
-    tails = sign_flips(differences, seed=seed)
-    verdict = Verdict.NOT_ENOUGH
+    wide = intervals.difference_interval(moved, seed=seed)
+    narrow = intervals.difference_interval(moved, level=1 - 2 * alpha, made_up=_FOR_SAMENESS, seed=seed)
+    tails = sign_flip_test(differences, seed=seed)
+    verdict = ComparisonVerdict.NOT_ENOUGH
     if -margin < narrow.low and narrow.high < margin:
-        verdict = Verdict.SAME
+        verdict = ComparisonVerdict.SAME
     elif tails.both <= alpha:
-        verdict = Verdict.WORSE if wide.value < 0 else Verdict.BETTER
+        verdict = ComparisonVerdict.WORSE if wide.value < 0 else ComparisonVerdict.BETTER
     ranked = sorted(zip(differences, pairs, strict=True), key=lambda item: (item[0], item[1].case))
     return Comparison(
         cases=len(pairs),

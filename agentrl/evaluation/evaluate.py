@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.base import user_code
-from agentrl.base.scores import reaches
+from agentrl.base.scores import is_at_least
 from agentrl.errors import RecipeError
-from agentrl.evaluation.compute import Attempt, Line, against_compute, pass_at
-from agentrl.memory.run_memory import HeldOutNotes
-from agentrl.observe.exclusions import reasons
+from agentrl.evaluation.compute import ComputeCurve, CountedAttempt, compute_curves, pass_at_attempt_counts
+from agentrl.memory.run_memory import EvaluationNotes
+from agentrl.observe.exclusions import count_exclusions
 from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task
-from agentrl.rollout import GroupRunner, left_out_group, task_fault
+from agentrl.rollout import GroupRunner, excluded_group, task_fault
 from agentrl.session.transcript import transcript
 from agentrl.task import make_task
 
-PASSED = 1.0
+SOLVED_SCORE = 1.0
 """The score from which an attempt has solved its task, in pass@k and against compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class SplitEvaluation:
     """Scores of one split, with a confidence interval; episodes without a finite score count in no figure but `left_out`."""
 
     rate: Rate | None  # over the tasks, of the mean score of each; None: not one episode was scored, so that no rate would mean anything
@@ -38,7 +38,7 @@ class Evaluation:
     left_out_reasons: dict[str, int]
     tokens_mean: float | None  # sampled in an attempt
     pass_at: dict[int, float]  # k -> share of the tasks that k attempts solve
-    compute: tuple[Line, ...]  # success against sampled tokens
+    compute: tuple[ComputeCurve, ...]  # success against sampled tokens
     transcripts: tuple[dict[str, Any], ...]
 
 
@@ -56,7 +56,7 @@ class _Played:
         return [(value, tokens) for value, tokens in scores if value is not None and math.isfinite(value)]
 
 
-async def evaluate(
+async def evaluate_split(
     runner: GroupRunner,
     family: TaskFamily,
     split: Split,
@@ -67,9 +67,9 @@ async def evaluate(
     attempts: int = 1,
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
-    notes: HeldOutNotes | None = None,
+    notes: EvaluationNotes | None = None,
     thinking_tokens: int | None = None,
-) -> Evaluation:
+) -> SplitEvaluation:
     """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer).
 
     Raises `RecipeError` when it has none, and for a bound on thinking that a task has no room for.
@@ -84,7 +84,7 @@ async def evaluate(
     size = family.size(split)
     tasks = [_made(family, split, index) for index in range(count if size is None else min(count, size))]
     if thinking_tokens is not None:
-        tasks = [task if isinstance(task, Failure) else bounded(task, thinking_tokens) for task in tasks]
+        tasks = [task if isinstance(task, Failure) else with_thinking_bound(task, thinking_tokens) for task in tasks]
     if not tasks:
         raise RecipeError(f"task family {family.name!r} has no tasks in split {split}", fix=f"set evaluation.{split}=0")
     done = 0
@@ -92,7 +92,7 @@ async def evaluate(
     async def one(index: int, task: Task | Failure, attempt: int) -> ScoredEpisode:
         nonlocal done
         if isinstance(task, Failure):
-            (scored,) = left_out_group(index, f"{split} {index}", "", task, size=1).episodes
+            (scored,) = excluded_group(index, f"{split} {index}", "", task, size=1).episodes
         else:
             name = f"{phase}-{split}-{index:05d}"
             scored = await runner.episode(task, name=name if attempts == 1 else f"{name}-{attempt:03d}")
@@ -117,7 +117,7 @@ async def evaluate(
     )
 
 
-def bounded(task: Task, thinking_tokens: int) -> Task:
+def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
     """The task with this bound on thinking. Raises `RecipeError` where a turn of it has no room for an answer then."""
     try:
         return replace(task, limits=replace(task.limits, thinking_tokens=thinking_tokens))
@@ -125,23 +125,23 @@ def bounded(task: Task, thinking_tokens: int) -> Task:
         raise RecipeError(f"evaluation.thinking_tokens: task {task.id!r}: {error}", fix="take smaller bounds") from None
 
 
-def _measured(played: Sequence[_Played], *, phase: str, step: int) -> Evaluation:
+def _measured(played: Sequence[_Played], *, phase: str, step: int) -> SplitEvaluation:
     """The figures. Attempts at one task are alike, so a rate is taken over tasks: its interval does not shrink with their attempts."""
     means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in played if one.counted]
     kinds = sorted({kind for kind, _ in means})
-    tries = [[Attempt(passed=reaches(value, PASSED), tokens=tokens) for value, tokens in one.counted] for one in played]
+    tries = [[CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=tokens) for value, tokens in one.counted] for one in played]
     tokens = [attempt.tokens for some in tries for attempt in some]
     episodes = sum(len(one.attempts) for one in played)
-    return Evaluation(
+    return SplitEvaluation(
         rate=_rate(value for _, value in means),
         by_kind={kind: Rate.from_scores([value for other, value in means if other == kind]) for kind in kinds},
         attempts=max(len(one.attempts) for one in played),
         episodes=episodes,
         left_out=episodes - len(tokens),
-        left_out_reasons=reasons(scored for one in played for scored in one.attempts),
+        left_out_reasons=count_exclusions(scored for one in played for scored in one.attempts),
         tokens_mean=statistics.fmean(tokens) if tokens else None,
-        pass_at=pass_at(tries),
-        compute=against_compute(tries),
+        pass_at=pass_at_attempt_counts(tries),
+        compute=compute_curves(tries),
         transcripts=tuple(
             transcript(one.task, scored, phase=phase, step=step) for one in played if isinstance(one.task, Task) for scored in one.attempts
         ),
@@ -158,7 +158,7 @@ def _made(family: TaskFamily, split: Split, index: int) -> Task | Failure:
     try:
         return make_task(family, split, index)
     except Exception as error:  # a family may raise anything
-        user_code.report(f"{split} task {index}", error)
+        user_code.log_unexpected(f"{split} task {index}", error)
         return task_fault(error)
 
 

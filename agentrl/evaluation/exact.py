@@ -14,7 +14,7 @@ _FLIPS = 9_999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tails:
+class TailProbabilities:
     """Probabilities, under the null hypothesis, of a sum as low or lower, and as high or higher, than the one observed."""
 
     low: float
@@ -34,7 +34,7 @@ def mcnemar(lost: int, gained: int) -> float:
     return min(1.0, float(Fraction(2 * tail, 1 << n)))
 
 
-def sign_flips(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
+def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> TailProbabilities:
     """The test of a sum of case differences against every choice of their signs.
 
     A case is one cluster: its repeats keep together, and its sign is flipped as a whole. Valid wherever a case could as well have
@@ -55,7 +55,7 @@ def sign_flips(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
         ways += ways << (width * size)
     low = _digits(ways & ((1 << (width * (risen + 1))) - 1), width)
     high = _digits(ways >> (width * risen), width)
-    return Tails(low=float(Fraction(low, total)), high=float(Fraction(high, total)), exact=True)
+    return TailProbabilities(low=float(Fraction(low, total)), high=float(Fraction(high, total)), exact=True)
 
 
 def _digits(number: int, width: int) -> int:
@@ -63,7 +63,7 @@ def _digits(number: int, width: int) -> int:
     return number if width == 1 else number % ((1 << width) - 1)
 
 
-def _sampled(sizes: Sequence[int], risen: int, seed: int) -> Tails:
+def _sampled(sizes: Sequence[int], risen: int, seed: int) -> TailProbabilities:
     """`risen`: the sum of the sizes whose observed sign is positive. The sum of the differences grows with it."""
     rng = random.Random(seed)
     low = high = 1  # the observed signs
@@ -72,11 +72,11 @@ def _sampled(sizes: Sequence[int], risen: int, seed: int) -> Tails:
         flipped = sum(size for place, size in enumerate(sizes) if signs >> place & 1)
         low += flipped <= risen
         high += flipped >= risen
-    return Tails(low=low / (_FLIPS + 1), high=high / (_FLIPS + 1), exact=False)
+    return TailProbabilities(low=low / (_FLIPS + 1), high=high / (_FLIPS + 1), exact=False)
 
 
 @cache
-def fisher_less(passed: int, tries: int, before_passed: int, before_tries: int) -> float:
+def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: int) -> float:
     """One-sided p-value of Fisher's exact test: as few passes as `passed` of `tries`, were they drawn from the same urn as before's.
 
     Raises `ValueError` for counts that are none.
@@ -89,7 +89,7 @@ def fisher_less(passed: int, tries: int, before_passed: int, before_tries: int) 
     return float(Fraction(tail, math.comb(all_tries, all_passed)))
 
 
-def holm(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
+def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
     """The rejected hypotheses, with a chance of at most `alpha` of any false rejection under any dependence (Holm 1979).
 
     Args:

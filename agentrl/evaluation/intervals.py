@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from agentrl.base.estimates import student_t, wilson
+from agentrl.base.estimates import student_t_quantile, wilson_interval
 
 RESAMPLES = 4_000
 
@@ -23,7 +23,7 @@ class Interval:
     high: float
 
 
-def differences(by_case: Sequence[float], *, level: float = 0.95, made_up: float = 1.0, seed: int = 0) -> Interval:
+def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_up: float = 1.0, seed: int = 0) -> Interval:
     """Percentile interval of the mean difference, by a bootstrap that draws whole cases (Davison and Hinkley 1997, 3.8).
 
     Its percentiles are those at which an interval from few cases is as wide as Student's t asks for (the expanded percentile interval
@@ -45,11 +45,11 @@ def differences(by_case: Sequence[float], *, level: float = 0.95, made_up: float
     pool = [*by_case, *[size] * each_way, *[-size] * each_way]
     rng, n = random.Random(seed), len(pool)
     means = sorted(math.fsum(rng.choices(pool, k=n)) / n for _ in range(RESAMPLES))
-    value, edge = statistics.fmean(by_case), NormalDist().cdf(-student_t(n - 1, level=level) * math.sqrt(n / (n - 1)))
+    value, edge = statistics.fmean(by_case), NormalDist().cdf(-student_t_quantile(n - 1, level=level) * math.sqrt(n / (n - 1)))
     return Interval(value=value, low=min(_quantile(means, edge), value), high=max(_quantile(means, 1 - edge), value))
 
 
-def rate(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interval:
+def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interval:
     """The mean of case rates with Wilson's interval, at the number of independent tries that cases with repeats are worth.
 
     That number is what would give a mean of single tries the variance that the case rates show (Kish 1965): from the number of
@@ -66,7 +66,7 @@ def rate(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interv
     cases, share = len(by_case), statistics.fmean(by_case)
     spread, alone = statistics.variance(by_case) if cases > 1 else 0.0, share * (1 - share)
     worth = alone * cases / spread if spread else math.inf if alone and cases > 1 else float(cases)
-    low, high = wilson(share, min(max(worth, float(cases)), float(max(tries, cases))), level=level)
+    low, high = wilson_interval(share, min(max(worth, float(cases)), float(max(tries, cases))), level=level)
     return Interval(value=share, low=low, high=high)
 
 

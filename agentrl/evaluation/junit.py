@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as xml
 
-from agentrl.evaluation.outcomes import CaseOutcome, Verdict, details, see_more, short
+from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, detail_lines, show_command, summary_line
 
 _NO_XML = re.compile("[^\t\n\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")  # of these, some turn the direction of text around
 
 
-def junit(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str = "") -> bytes:
+def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str = "") -> bytes:
     """The document. Suites in the order of their first case; a case that could not be scored is an error, never a failure.
 
     Args:
@@ -26,9 +26,9 @@ def junit(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str
     root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})
     for name in dict.fromkeys(one.suite for one in outcomes):
         some = [one for one in outcomes if one.suite == name]
-        suite = xml.SubElement(root, "testsuite", {"name": clean(name), **_counts(some), **({"timestamp": clean(at)} if at else {})})
+        suite = xml.SubElement(root, "testsuite", {"name": xml_text(name), **_counts(some), **({"timestamp": xml_text(at)} if at else {})})
         about = xml.SubElement(suite, "properties")
-        xml.SubElement(about, "property", name="policy", value=clean(policy))
+        xml.SubElement(about, "property", name="policy", value=xml_text(policy))
         for one in some:
             _add(suite, one, folder)
     xml.indent(root)
@@ -36,22 +36,26 @@ def junit(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str
     return written + b"\n"
 
 
-def clean(text: str) -> str:
+def xml_text(text: str) -> str:
     """Text that an XML document can hold, and that shows as what it is."""
     return _INVISIBLE.sub("\ufffd", _NO_XML.sub("\ufffd", text))
 
 
 def _add(suite: xml.Element, one: CaseOutcome, folder: Path) -> None:
     case = xml.SubElement(
-        suite, "testcase", classname=clean(one.suite), name=clean(one.case.id), time=f"{sum(each.wall_s for each in one.attempts):.3f}"
+        suite,
+        "testcase",
+        classname=xml_text(one.suite),
+        name=xml_text(one.case.id),
+        time=f"{sum(each.wall_s for each in one.attempts):.3f}",
     )
-    if one.verdict is Verdict.PASSED:
+    if one.verdict is CaseStatus.PASSED:
         return
-    kind = "failure" if one.verdict is Verdict.FAILED else "error"
+    kind = "failure" if one.verdict is CaseStatus.FAILED else "error"
     tag = one.shown.tag if one.shown is not None and one.shown.tag else str(one.verdict)
-    told = xml.SubElement(case, kind, type=clean(tag), message=clean(short(one)))
+    told = xml.SubElement(case, kind, type=xml_text(tag), message=xml_text(summary_line(one)))
     tail = ["", one.shown.tail] if one.shown is not None else []
-    told.text = clean("\n".join([*details(one), *tail, "", see_more(one, folder)]))
+    told.text = xml_text("\n".join([*detail_lines(one), *tail, "", show_command(one, folder)]))
 
 
 def _counts(outcomes: Sequence[CaseOutcome]) -> dict[str, str]:
@@ -59,8 +63,8 @@ def _counts(outcomes: Sequence[CaseOutcome]) -> dict[str, str]:
     spent = sum(each.wall_s for one in outcomes for each in one.attempts)
     return {
         "tests": str(len(verdicts)),
-        "failures": str(verdicts.count(Verdict.FAILED)),
-        "errors": str(verdicts.count(Verdict.UNSCORED)),
+        "failures": str(verdicts.count(CaseStatus.FAILED)),
+        "errors": str(verdicts.count(CaseStatus.UNSCORED)),
         "skipped": "0",
         "time": f"{spent:.3f}",
     }

@@ -10,21 +10,21 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agentrl.evaluation.results import Attempt
-from agentrl.failure.capture import why
+from agentrl.evaluation.results import CaseAttempt
+from agentrl.failure.capture import capture_reason
 from agentrl.failure.case import Case
-from agentrl.failure.render import line, told
-from agentrl.failure.timeline import clip
-from agentrl.failure.trace import Trace, Why
-from agentrl.failure.triage import Rule, by_rules, name_of
-from agentrl.gate.rule import passes
+from agentrl.failure.render import one_line, render_trace
+from agentrl.failure.timeline import truncate_middle
+from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.triage import TriageRule, deciding_tag_name, tag_by_rules
+from agentrl.gate.rule import attempt_passes
 from agentrl.records import ScoredEpisode
 
 _TAIL = 4000  # characters of a transcript
 _WORDS = 2000  # of an answer, a reason or evidence
 
 
-class Verdict(StrEnum):
+class CaseStatus(StrEnum):
     """What an evaluation says of a case."""
 
     PASSED = "passed"  # the mean score of its attempts reaches its threshold
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ExampleAttempt:
     """The attempt that shows best why a case did not pass: the one with the lowest score, else one without. All of it is hostile text."""
 
     episode: str
@@ -53,8 +53,8 @@ class CaseOutcome:
     suite: str
     case: Case
     threshold: float
-    attempts: tuple[Attempt, ...]
-    shown: Shown | None = None  # None: it passed
+    attempts: tuple[CaseAttempt, ...]
+    shown: ExampleAttempt | None = None  # None: it passed
 
     @property
     def scores(self) -> tuple[float | None, ...]:
@@ -66,8 +66,8 @@ class CaseOutcome:
         return _mean(self.scores)
 
     @property
-    def verdict(self) -> Verdict:
-        return judged(self.scores, self.threshold)
+    def verdict(self) -> CaseStatus:
+        return case_status(self.scores, self.threshold)
 
     @property
     def question(self) -> str:
@@ -83,18 +83,18 @@ class CaseOutcome:
             "scores": list(self.scores),
             "threshold": self.threshold,
             "baseline": None if self.case.baseline is None else asdict(self.case.baseline),
-            "question": clip(self.question, _WORDS),
+            "question": truncate_middle(self.question, _WORDS),
             "wall_s": sum(one.wall_s for one in self.attempts),
             "shown": None if self.shown is None else asdict(replace(self.shown, tail="")),
         }
 
 
-def judged(scores: Sequence[float | None], threshold: float) -> Verdict:
+def case_status(scores: Sequence[float | None], threshold: float) -> CaseStatus:
     """What the scores of a case's attempts come to. No attempts: unscored."""
     mean = _mean(scores)
-    if mean is not None and not passes(mean, threshold):
-        return Verdict.FAILED
-    return Verdict.UNSCORED if mean is None or None in scores else Verdict.PASSED
+    if mean is not None and not attempt_passes(mean, threshold):
+        return CaseStatus.FAILED
+    return CaseStatus.UNSCORED if mean is None or None in scores else CaseStatus.PASSED
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
@@ -102,41 +102,43 @@ def _mean(scores: Sequence[float | None]) -> float | None:
     return math.fsum(counted) / len(counted) if counted else None
 
 
-def outcome_of(
+def case_outcome(
     suite: str,
     case: Case,
-    attempts: Iterable[tuple[Attempt, ScoredEpisode]],
+    attempts: Iterable[tuple[CaseAttempt, ScoredEpisode]],
     *,
     threshold: float,
-    rules: Sequence[Rule],
+    rules: Sequence[TriageRule],
     origin: Mapping[str, str],
 ) -> CaseOutcome:
     """The outcome of a case, in the order of its attempts. `threshold`: for a case that has none of its own."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     found = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
-    if found.verdict is Verdict.PASSED or not pairs:
+    if found.verdict is CaseStatus.PASSED or not pairs:
         return found
     attempt, scored = min(pairs, key=lambda pair: math.inf if pair[0].score is None else pair[0].score)
     return replace(found, shown=_shown(case, attempt, scored, bar, rules, origin))
 
 
-def _shown(case: Case, attempt: Attempt, scored: ScoredEpisode, bar: float, rules: Sequence[Rule], origin: Mapping[str, str]) -> Shown:
-    kept = why(scored, below=bar) or Why.FAILED
+def _shown(
+    case: Case, attempt: CaseAttempt, scored: ScoredEpisode, bar: float, rules: Sequence[TriageRule], origin: Mapping[str, str]
+) -> ExampleAttempt:
+    kept = capture_reason(scored, below=bar) or CaptureReason.FAILED
     bare = Trace(
         id=attempt.episode, why=kept, task=case.task, episode=scored.episode, score=scored.score, phase="eval", origin=dict(origin)
     )
-    trace = replace(bare, tags=by_rules(bare, rules))
-    name = name_of(trace.tags)
+    trace = replace(bare, tags=tag_by_rules(bare, rules))
+    name = deciding_tag_name(trace.tags)
     tag = next((one for one in trace.tags if one.name == name), None)
-    text = told(trace)
+    text = render_trace(trace)
     tail = text if len(text) <= _TAIL else f"... {len(text) - _TAIL} characters before this ...\n{text[-_TAIL:]}"
-    return Shown(
+    return ExampleAttempt(
         episode=attempt.episode,
         score=attempt.score,
-        answer=None if scored.episode.answer is None else clip(scored.episode.answer, _WORDS),
-        reason=clip(attempt.reason, _WORDS),
-        evidence=clip(scored.score.evidence, _WORDS),
+        answer=None if scored.episode.answer is None else truncate_middle(scored.episode.answer, _WORDS),
+        reason=truncate_middle(attempt.reason, _WORDS),
+        evidence=truncate_middle(scored.score.evidence, _WORDS),
         tag=name,
         turn=None if tag is None or tag.turn is None else tag.turn + 1,
         tail=tail,
@@ -145,36 +147,36 @@ def _shown(case: Case, attempt: Attempt, scored: ScoredEpisode, bar: float, rule
 
 def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
     """Failed, then unscored, then passed; of each the lowest scores first."""
-    order = {Verdict.FAILED: 0, Verdict.UNSCORED: 1, Verdict.PASSED: 2}
+    order = {CaseStatus.FAILED: 0, CaseStatus.UNSCORED: 1, CaseStatus.PASSED: 2}
     return sorted(outcomes, key=lambda one: (order[one.verdict], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
 
 
-def short(one: CaseOutcome) -> str:
+def summary_line(one: CaseOutcome) -> str:
     """A line: score, threshold, attempts, and what the pinned policy had."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
     words = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
     words += f", {missing} unscored" if missing else ""
     if (pinned := one.case.baseline) is not None and pinned.mean is not None:
-        who = f"version {pinned.version}" if pinned.version is not None else line(pinned.model, 60)
+        who = f"version {pinned.version}" if pinned.version is not None else one_line(pinned.model, 60)
         words += f" (baseline {pinned.mean:.2f}, {who})"
     return words
 
 
-def details(one: CaseOutcome) -> list[str]:
+def detail_lines(one: CaseOutcome) -> list[str]:
     """Lines of a case that did not pass: question, answer, reason, and the first turn that went wrong. Safe for a terminal."""
-    lines = [f"question  {line(one.question, 200)}"]
+    lines = [f"question  {one_line(one.question, 200)}"]
     if one.shown is not None:
         at = "" if one.shown.turn is None else f" at turn {one.shown.turn}"
-        lines.append(f"answer    {'(none)' if one.shown.answer is None else line(one.shown.answer, 200)}")
-        lines += [f"unscored  {line(one.shown.reason)}"] if one.shown.reason else []
-        lines += [f"evidence  {line(one.shown.evidence)}"] if one.shown.evidence.strip() else []
-        lines += [f"failure   {line(one.shown.tag, 60)}{at}"] if one.shown.tag else []
+        lines.append(f"answer    {'(none)' if one.shown.answer is None else one_line(one.shown.answer, 200)}")
+        lines += [f"unscored  {one_line(one.shown.reason)}"] if one.shown.reason else []
+        lines += [f"evidence  {one_line(one.shown.evidence)}"] if one.shown.evidence.strip() else []
+        lines += [f"failure   {one_line(one.shown.tag, 60)}{at}"] if one.shown.tag else []
     if one.case.note.strip():
-        lines.append(f"kept for  {line(one.case.note)}{f' ({line(one.case.by, 60)})' if one.case.by else ''}")
+        lines.append(f"kept for  {one_line(one.case.note)}{f' ({one_line(one.case.by, 60)})' if one.case.by else ''}")
     return lines
 
 
-def see_more(one: CaseOutcome, folder: Path) -> str:
+def show_command(one: CaseOutcome, folder: Path) -> str:
     """The command that shows the whole episode. Empty: the case passed."""
     return "" if one.shown is None else shlex.join(["agentrl", "failures", "show", str(folder), one.shown.episode])

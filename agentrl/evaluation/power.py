@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist
 
-MOST = 1_000_000
+MAX_CASES = 1_000_000
 
 
 def spread_of_pairs(difference: float, discordance: float) -> float:
@@ -27,7 +27,7 @@ def spread_of_pairs(difference: float, discordance: float) -> float:
     return math.sqrt(discordance - difference**2)
 
 
-def noise_of(by_case: Sequence[Sequence[float]]) -> float:
+def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
     """Variance of the difference of two attempts at one case by the same policy, the mean over cases.
 
     A case with one attempt does not tell its own: it counts with that of all attempts at all cases, which is no less on average.
@@ -49,45 +49,45 @@ def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> floa
     others differ by chance alone, each tried `repeats` times by both.
 
     Args:
-        noise: as `noise_of` gives it; 2 p (1 - p) for attempts that pass with probability p, whatever the case.
+        noise: as `attempt_noise` gives it; 2 p (1 - p) for attempts that pass with probability p, whatever the case.
     """
     share = abs(difference)
     return math.sqrt(share + (1 - share) * noise / repeats - share**2)
 
 
-def cases_for(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
+def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
     """Cases that a two-sided paired test needs to see `difference` with probability `power` (Connor 1987, normal approximation).
 
     Where nothing differs, their standard deviation would be sqrt(spread^2 + difference^2). 1 / |difference| more cases make up for the
     steps of an exact test (continuity correction); without them a large difference would be seen half the time with few cases.
 
     `spread`: standard deviation of the differences of single cases, as observed or planned (`spread_of_pairs`). With `spread` 0 one
-    flip decides, and what is needed is enough of them. At most `MOST` are told.
+    flip decides, and what is needed is enough of them. At most `MAX_CASES` are told.
 
     Raises `ValueError` for a difference of 0.
     """
     if not difference:
         raise ValueError("no number of cases shows a difference of 0")
     z, size = NormalDist().inv_cdf, abs(difference)
-    flips = min(-z(alpha / 2) * math.hypot(spread / size, 1.0) + z(power) * spread / size, float(MOST))
+    flips = min(-z(alpha / 2) * math.hypot(spread / size, 1.0) + z(power) * spread / size, float(MAX_CASES))
     least = math.ceil(1 - math.log2(alpha))  # so many cases, all flipped one way, are what an exact test needs at the very least
-    return max(least, math.ceil(min(flips**2 + 1 / size, MOST)))
+    return max(least, math.ceil(min(flips**2 + 1 / size, MAX_CASES)))
 
 
 def pairs_for(difference: float, discordance: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
     """Cases with one attempt each that McNemar's exact test needs, so that no larger number within a tenth has less power.
 
-    Raises `ValueError` as `spread_of_pairs` and `cases_for` do.
+    Raises `ValueError` as `spread_of_pairs` and `cases_needed` do.
     """
-    n = max(1, int(0.8 * cases_for(difference, spread_of_pairs(difference, discordance), alpha=alpha, power=power)))
+    n = max(1, int(0.8 * cases_needed(difference, spread_of_pairs(difference, discordance), alpha=alpha, power=power)))
     step = max(1, n // 100)
-    while n < MOST:
+    while n < MAX_CASES:
         ahead = range(n, n + max(2, n // 10), step)
         short = [one for one in ahead if power_of_pairs(one, difference, discordance, alpha=alpha) < power]
         if not short:
             return n
         n = short[-1] + step
-    return MOST
+    return MAX_CASES
 
 
 @cache
@@ -128,10 +128,10 @@ def _log_binomial(n: int, k: int, share: float) -> float:
     return ways + k * math.log(share) + (n - k) * math.log1p(-share)
 
 
-def smallest_seen(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
+def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
     """The smallest difference, in hundredths, that so many cases show with that power, planned as above; None: not even one of 1."""
     for hundredths in range(1, 101):
         difference = hundredths / 100
-        if cases_for(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
+        if cases_needed(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
             return difference
     return None

@@ -15,35 +15,35 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.error_text import first
-from agentrl.base.user_code import describe
+from agentrl.base.error_text import main_error
+from agentrl.base.user_code import describe_error
 from agentrl.errors import AgentRLError, UserError
-from agentrl.evaluation.outcomes import CaseOutcome, Verdict, details, see_more, short
+from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, detail_lines, show_command, summary_line
 from agentrl.evaluation.policies import NamedPolicy, find_policy, recorded_policy
-from agentrl.evaluation.pytest_plugin import suites_among
-from agentrl.evaluation.regressions import Evaluated, Prepared, evaluate, prepared
-from agentrl.evaluation.request_options import Requests
-from agentrl.failure.case import Case, Suite, find_suites, load_suite
-from agentrl.failure.render import line
+from agentrl.evaluation.pytest_plugin import suite_arguments
+from agentrl.evaluation.regressions import PreparedEvaluation, SuiteEvaluation, evaluate_suites, prepare_evaluation
+from agentrl.evaluation.request_options import RequestOptions
+from agentrl.failure.case import Case, Suite, load_suite, load_suites
+from agentrl.failure.render import one_line
 
 _LOOK_S = 0.5  # between two looks while an item waits, so that ctrl-C is heard
 _STOP_S = 120.0  # for servers and sandboxes to end
 
 
-class NotPassed(Exception):
+class CaseNotPassed(Exception):
     """A case that failed, or that could not be scored."""
 
     def __init__(self, outcome: CaseOutcome) -> None:
-        super().__init__(short(outcome))
+        super().__init__(summary_line(outcome))
         self.outcome = outcome
 
 
-class Asked:
+class BackgroundEvaluation:
     """The evaluation behind the items, in a thread of its own with its own event loop."""
 
-    def __init__(self, given: Prepared) -> None:
+    def __init__(self, given: PreparedEvaluation) -> None:
         self.given = given
-        self.done: tuple[Evaluated, ...] = ()
+        self.done: tuple[SuiteEvaluation, ...] = ()
         self.error: BaseException | None = None  # that ended it
         self._outcomes: dict[tuple[str, str], Future[CaseOutcome]] = {
             (suite.name, case.id): Future() for suite in given.suites for case in suite.cases
@@ -79,7 +79,7 @@ class Asked:
         try:
             asyncio.run(self._evaluate())
         except BaseException as error:  # given to the items that wait: nothing else hears of this thread
-            self.error = first(error)
+            self.error = main_error(error)
             for future in self._outcomes.values():
                 if not future.done():
                     future.set_exception(self.error)
@@ -89,7 +89,7 @@ class Asked:
     async def _evaluate(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._begun.set()
-        self.done = await evaluate(self.given, console=False, on_case=self._scored)
+        self.done = await evaluate_suites(self.given, console=False, on_case=self._scored)
 
     def _scored(self, outcome: CaseOutcome) -> None:
         self._outcomes[outcome.suite, outcome.case.id].set_result(outcome)
@@ -98,7 +98,7 @@ class Asked:
 class CaseItem(pytest.Item):
     """One case. It is asked in its set-up, so that one which cannot be scored is an error of pytest's, never a failure."""
 
-    def __init__(self, *, suite: Suite, case: Case, cases: Cases, **more: Any) -> None:
+    def __init__(self, *, suite: Suite, case: Case, cases: SuitePlugin, **more: Any) -> None:
         super().__init__(**more)
         self.suite, self.case, self.cases = suite, case, cases
         self.outcome: CaseOutcome | None = None
@@ -106,34 +106,34 @@ class CaseItem(pytest.Item):
     def setup(self) -> None:
         assert self.cases.asked is not None, "collection is over"
         self.outcome = self.cases.asked.outcome(self.suite.name, self.case.id)
-        if self.outcome.verdict is Verdict.UNSCORED:
-            raise NotPassed(self.outcome)
+        if self.outcome.verdict is CaseStatus.UNSCORED:
+            raise CaseNotPassed(self.outcome)
 
     def runtest(self) -> None:
         assert self.outcome is not None, "it was set up"
-        if self.outcome.verdict is not Verdict.PASSED:
-            raise NotPassed(self.outcome)
+        if self.outcome.verdict is not CaseStatus.PASSED:
+            raise CaseNotPassed(self.outcome)
 
     def words(self, error: BaseException) -> str:
         """What pytest shows of an error in place of frames; empty: the frames, since it is a bug."""
-        if isinstance(error, NotPassed):
+        if isinstance(error, CaseNotPassed):
             return "\n".join(self._told(error.outcome))
         return f"{type(error).__name__}: {error}" if isinstance(error, AgentRLError) else ""
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        return self.suite.folder / "cases" / f"{self.case.id}.json", 0, f"{line(self.suite.name, 60)}: {self.case.id}"
+        return self.suite.folder / "cases" / f"{self.case.id}.json", 0, f"{one_line(self.suite.name, 60)}: {self.case.id}"
 
     def _told(self, outcome: CaseOutcome) -> Iterator[str]:
-        yield f"{outcome.verdict}  {short(outcome)}"
-        yield from details(outcome)
+        yield f"{outcome.verdict}  {summary_line(outcome)}"
+        yield from detail_lines(outcome)
         if outcome.shown is not None and self.cases.asked is not None:
-            yield from ("", outcome.shown.tail, "", f"more: {see_more(outcome, self.cases.asked.given.start.folder)}")
+            yield from ("", outcome.shown.tail, "", f"more: {show_command(outcome, self.cases.asked.given.start.folder)}")
 
 
 class SuiteFolder(pytest.Directory):
     """A suite's folder, whose items are its cases."""
 
-    cases: Cases
+    cases: SuitePlugin
 
     def collect(self) -> Iterator[CaseItem]:
         try:
@@ -144,27 +144,27 @@ class SuiteFolder(pytest.Directory):
             yield CaseItem.from_parent(self, name=case.id, suite=suite, case=case, cases=self.cases)
 
 
-class Cases:
+class SuitePlugin:
     """What pytest asks where `--agentrl-suite` is given."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._stack = ExitStack()
-        self.asked: Asked | None = None
+        self.asked: BackgroundEvaluation | None = None
         try:
-            named = [*suites_among(config), *map(Path, config.getoption("agentrl_suite"))]
-            suites = {suite.folder.resolve(): suite for folder in named for suite in find_suites(folder)}
+            named = [*suite_arguments(config), *map(Path, config.getoption("agentrl_suite"))]
+            suites = {suite.folder.resolve(): suite for folder in named for suite in load_suites(folder)}
             self._policy = _policy_of(config, list(suites.values()))
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
         self._folders = list(suites)
         explicit = config.args_source is pytest.Config.ArgsSource.ARGS
-        arguments = {folder.resolve() for folder in suites_among(config)}
+        arguments = {folder.resolve() for folder in suite_arguments(config)}
         further = [str(folder) for folder in self._folders if folder not in arguments]
         config.args = [*(config.args if explicit else []), *further]  # tests run in addition to suites if they are arguments
 
     def pytest_report_header(self) -> str:
-        return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, asked of {line(self._policy.name, 200)}"
+        return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, asked of {one_line(self._policy.name, 200)}"
 
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
         if path.resolve() not in self._folders:
@@ -182,7 +182,7 @@ class Cases:
         run_dir = option("agentrl_run_dir")
         try:
             given = self._stack.enter_context(
-                prepared(
+                prepare_evaluation(
                     self._policy,
                     _selected(items),
                     overrides=option("agentrl_set"),
@@ -193,7 +193,7 @@ class Cases:
             )
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
-        self.asked = Asked(given)
+        self.asked = BackgroundEvaluation(given)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
@@ -211,19 +211,19 @@ class Cases:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.asked is not None and self.asked.error is not None:
-            terminalreporter.write_line(f"agentrl: the evaluation did not end well, and is not kept: {describe(self.asked.error)}")
+            terminalreporter.write_line(f"agentrl: the evaluation did not end well, and is not kept: {describe_error(self.asked.error)}")
         for one in () if self.asked is None else self.asked.done:
-            passed = sum(outcome.verdict is Verdict.PASSED for outcome in one.outcomes)
-            name = line(one.suite.name, 80)
+            passed = sum(outcome.verdict is CaseStatus.PASSED for outcome in one.outcomes)
+            name = one_line(one.suite.name, 80)
             terminalreporter.write_line(f"agentrl: {name}: {passed} of {len(one.outcomes)} cases passed; evaluation {one.folder}")
 
 
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
     """The policy of the options, or the one that the suites record. Raises `UserError` if there is none."""
     option = config.getoption
-    requests = Requests.of(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
+    requests = RequestOptions.of(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:
-        if option("agentrl_model") or option("agentrl_key_env") or requests != Requests():
+        if option("agentrl_model") or option("agentrl_key_env") or requests != RequestOptions():
             raise UserError("the options of an endpoint need --agentrl-policy", fix="give --agentrl-policy http(s)://HOST/v1")
         return recorded_policy(suites, option="--agentrl-policy")
     return find_policy(policy, model_name=option("agentrl_model"), key_env=option("agentrl_key_env"), requests=requests)

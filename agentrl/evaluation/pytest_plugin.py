@@ -49,19 +49,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    suites = config.getoption("agentrl_suite") or suites_among(config)
+    suites = config.getoption("agentrl_suite") or suite_arguments(config)
     if not suites:
         if config.getoption("agentrl_policy") is not None:
             raise pytest.UsageError(_NEEDED)
         return
     if hasattr(config, "workerinput") or config.getoption("numprocesses", None):
         raise pytest.UsageError(_WORKERS)
-    from agentrl.evaluation.pytest_cases import Cases
+    from agentrl.evaluation.pytest_cases import SuitePlugin
 
-    config.pluginmanager.register(Cases(config), "agentrl-cases")
+    config.pluginmanager.register(SuitePlugin(config), "agentrl-cases")
 
 
-def suites_among(config: pytest.Config) -> list[Path]:
+def suite_arguments(config: pytest.Config) -> list[Path]:
     """The folders of suites among the arguments."""
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         return []

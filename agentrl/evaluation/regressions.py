@@ -12,18 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.run_tools import declared, pinned, with_sub_agents
-from agentrl.base.processes import age_s
+from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_tools
+from agentrl.base.processes import process_age_s
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
-from agentrl.evaluation import Results, results
-from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoTokens
-from agentrl.evaluation.outcomes import CaseOutcome, Verdict, outcome_of
-from agentrl.evaluation.policies import NamedPolicy, Source, check_part, make_part, recipe_for, root_of
-from agentrl.evaluation.replay import begins_late, check_starts
-from agentrl.evaluation.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
+from agentrl.evaluation import SuiteResults, results
+from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoPolicy
+from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, case_outcome
+from agentrl.evaluation.policies import NamedPolicy, PolicySource, check_policy_plugin, load_policy_plugin, project_of, recipe_for
+from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
+from agentrl.evaluation.suites import (
+    SUITE_FOLDER,
+    BrokenImages,
+    SuiteAttempt,
+    case_repeats,
+    evaluation_info,
+    evaluation_runner,
+    prepare_images,
+    suite_attempt,
+    transcripts_of,
+    unrunnable_attempt,
+)
 from agentrl.failure import Capture, FaultRate
-from agentrl.failure.case import Baseline, Case, Suite, check_asked, load_suite, save_case
+from agentrl.failure.case import Baseline, Case, Suite, check_attempt_options, load_suite, save_case
 from agentrl.failure.digest import write_digest
 from agentrl.failure.triage import load_rules
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -35,50 +46,50 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sandbox import open_sandboxes
 from agentrl.session import preflight
-from agentrl.session.ending import closing_in_turn, kept_going
-from agentrl.session.folder import Start, check_disk, claimed, write_start
-from agentrl.session.opening import opened
-from agentrl.session.snapshot_check import check_copies
+from agentrl.session.ending import closing_stack, warn_on_error
+from agentrl.session.folder import RunStart, check_disk, claim_run_folder, write_start
+from agentrl.session.opening import open_run
+from agentrl.session.snapshot_check import check_snapshots
 from agentrl.task import make_task, open_family
 
-PHASE = "eval"
-SEVERAL = "suites"
+EVAL_PHASE = "eval"
+SUITES_FOLDER = "suites"
 """Of a run folder: where the evaluations of several suites are, each in a folder of its own."""
 
-OnCase = Callable[[CaseOutcome], None]
+CaseListener = Callable[[CaseOutcome], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedEvaluation:
     """An evaluation that passed the checks before a start, with its run folder claimed."""
 
     policy: NamedPolicy
     suites: tuple[Suite, ...]
     recipe: Recipe
     root: Path
-    start: Start
+    start: RunStart
     repeats: int | None  # None: as the case says, else its suite
     threshold: float  # for cases without one
-    checked: preflight.Checked | None  # None: no server of ours
+    checked: preflight.PreflightResult | None  # None: no server of ours
     scorer: TaskScorer
 
     def tries(self, suite: Suite, case: Case) -> int:
         """Attempts at a case."""
-        return self.repeats or tries(case, suite.repeats)
+        return self.repeats or case_repeats(case, suite.repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class SuiteEvaluation:
     """A suite's evaluation, as it was kept."""
 
     suite: Suite
     folder: Path
-    results: Results
+    results: SuiteResults
     outcomes: tuple[CaseOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenPolicy:
     """What an evaluation runs on."""
 
     groups: GroupRunner
@@ -87,12 +98,12 @@ class Opened:
     tracker: Tracker
     version: PolicyVersion
     sampled_by: int | None  # the version that may have sampled tokens; None: versions are not ours to know
-    broken: Broken  # images that cannot be made
+    broken: BrokenImages  # images that cannot be made
     spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, where its turns do not hold them
 
 
 @contextmanager
-def prepared(
+def prepare_evaluation(
     policy: NamedPolicy,
     suites: Sequence[Suite],
     *,
@@ -101,44 +112,46 @@ def prepared(
     threshold: float = 1.0,
     run_dir: Path | None = None,
     own: tuple[Path, Recipe] | None = None,
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedEvaluation]:
     """Around an evaluation: its run folder, held by this process alone, and all the checks that are cheap.
 
     Args:
-        own: the project and the recipe from which the cases come (`held_out`), and whose settings apply. None means cases of suites.
+        own: the project and the recipe from which the cases come (`held_out_suite`), and whose settings apply. None means cases of suites.
 
     Raises `UserError` for whatever these checks tell, such as a verifier that does not resolve or a model folder that is none.
     """
-    check_asked(repeats=repeats, threshold=threshold)
+    check_attempt_options(repeats=repeats, threshold=threshold)
     names = [suite.name for suite in suites]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two suites are called {twice[0]!r}", fix="change the name in one suite.toml")
-    root, recipe = own or (root_of(suites), recipe_for(policy, suites, overrides))
+    root, recipe = own or (project_of(suites), recipe_for(policy, suites, overrides))
     add_project_root(root)
     typed = [str(suite.folder) for suite in suites]
     doing = shlex.join(["agentrl", "eval", *typed, "--policy", policy.name])
-    with claimed(run_dir, root / "runs", f"{recipe.name}-eval", resume=False, resumable=False, command=doing) as folder:
-        checked = preflight.check(recipe, folder, root=root, training=False) if policy.served else None
+    with claim_run_folder(run_dir, root / "runs", f"{recipe.name}-eval", resume=False, resumable=False, command=doing) as folder:
+        checked = preflight.run_preflight(recipe, folder, root=root, training=False) if policy.served else None
         if checked is None:
             check_disk(folder)
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer, declared(recipe.tools, root), root=root if own is None else None)
-        if policy.source is Source.ENDPOINT and begins_late(suites):
+            preflight.check_suite(suite, scorer, declared_tools(recipe.tools, root), root=root if own is None else None)
+        if policy.source is PolicySource.ENDPOINT and starts_mid_episode(suites):
             late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
             raise UserError(
                 f"case {late} begins in the middle, with exact tokens, and an endpoint takes only messages",
                 fix="evaluate a suite of cases that begin with their task",
             )
-        if policy.source is Source.PART:
-            check_part(policy)
-        yield Prepared(
+        if policy.source is PolicySource.PART:
+            check_policy_plugin(policy)
+        yield PreparedEvaluation(
             policy=policy,
             suites=tuple(suites),
             recipe=recipe,
             root=root,
-            start=Start(recipe=Path(typed[0]), folder=folder, verb="eval", overrides=tuple(overrides), began=time.monotonic() - age_s()),
+            start=RunStart(
+                recipe=Path(typed[0]), folder=folder, verb="eval", overrides=tuple(overrides), began=time.monotonic() - process_age_s()
+            ),
             repeats=repeats,
             threshold=threshold,
             checked=checked,
@@ -146,7 +159,7 @@ def prepared(
         )
 
 
-def held_out(recipe: Recipe, root: Path) -> Suite:
+def held_out_suite(recipe: Recipe, root: Path) -> Suite:
     """The recipe's held-out tasks, and those on real data, as cases. Raises `UserError` if there are none."""
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     counts = {Split.HELDOUT: recipe.evaluation.heldout, Split.HELDOUT_REAL: recipe.evaluation.heldout_real}
@@ -158,9 +171,13 @@ def held_out(recipe: Recipe, root: Path) -> Suite:
     return Suite(folder=root / recipe.name, name=recipe.name, repeats=recipe.evaluation.attempts, cases=tuple(cases))
 
 
-async def evaluate(
-    given: Prepared, *, console: bool = True, on_ready: Callable[[], None] = lambda: None, on_case: OnCase = lambda outcome: None
-) -> tuple[Evaluated, ...]:
+async def evaluate_suites(
+    given: PreparedEvaluation,
+    *,
+    console: bool = True,
+    on_ready: Callable[[], None] = lambda: None,
+    on_case: CaseListener = lambda outcome: None,
+) -> tuple[SuiteEvaluation, ...]:
     """Asks every case anew in live sandboxes, judges it and keeps the results in the run folder.
 
     Args:
@@ -171,13 +188,13 @@ async def evaluate(
     Raises:
         InfrastructureError: the server is lost for good, or the like; faults of single episodes are told in their attempts.
     """
-    folder, done = given.start.folder, list[Evaluated]()
-    async with policy_opened(given, console=console) as parts_:
+    folder, done = given.start.folder, list[SuiteEvaluation]()
+    async with open_policy(given, console=console) as parts_:
         on_ready()
         asked = [(suite, case) for suite in given.suites for case in suite.cases]
         total = sum(given.tries(suite, case) for suite, case in asked)
         parts_.tracker.stage("evaluate", f"{len(asked)} cases, {total} attempts")
-        parts_.capture.begin(PHASE)
+        parts_.capture.begin(EVAL_PHASE)
         began, scored = time.monotonic(), 0
 
         def on_scored() -> None:
@@ -191,12 +208,12 @@ async def evaluate(
         for suite in given.suites:
             found = [job.result() for job in jobs[suite.folder]]
             done.append(_kept(given, suite, [one for one, _ in found], [each for _, some in found for each in some], parts_.version, began))
-    with kept_going(folder, "the digest of failures"):
+    with warn_on_error(folder, "the digest of failures"):
         write_digest(folder)
     return tuple(done)
 
 
-def pin(done: Sequence[Evaluated]) -> int:
+def pin_baselines(done: Sequence[SuiteEvaluation]) -> int:
     """Makes the results of an evaluation the baselines of its cases, but for those with nothing scored, or whose task was changed since.
 
     Returns how many were pinned.
@@ -218,39 +235,39 @@ def pin(done: Sequence[Evaluated]) -> int:
 
 def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
     """0: every case passed; 1: some did not."""
-    return 0 if all(one.verdict is Verdict.PASSED for one in outcomes) else 1
+    return 0 if all(one.verdict is CaseStatus.PASSED for one in outcomes) else 1
 
 
 class _Asking:
     """The attempts at the cases of an evaluation."""
 
-    def __init__(self, given: Prepared, open_: Opened, on_scored: Callable[[], None], on_case: OnCase) -> None:
+    def __init__(self, given: PreparedEvaluation, open_: OpenPolicy, on_scored: Callable[[], None], on_case: CaseListener) -> None:
         self._given, self._open, self._on_scored, self._on_case = given, open_, on_scored, on_case
         self._rules = load_rules(given.recipe.capture.rules)
         self._names = _names(given.suites)
 
-    async def case(self, suite: Suite, case: Case) -> tuple[CaseOutcome, list[Tried]]:
+    async def case(self, suite: Suite, case: Case) -> tuple[CaseOutcome, list[SuiteAttempt]]:
         async with asyncio.TaskGroup() as running:
             numbers = range(self._given.tries(suite, case))
             jobs = [running.create_task(self._attempt(suite, case, number)) for number in numbers]
         done = [job.result() for job in jobs]
         origin = {"model": self._given.policy.name}
         threshold = self._given.threshold
-        outcome = outcome_of(
+        outcome = case_outcome(
             suite.name, case, [(one.attempt, scored) for one, scored in done], threshold=threshold, rules=self._rules, origin=origin
         )
         self._on_case(outcome)
         return outcome, [one for one, _ in done]
 
-    async def _attempt(self, suite: Suite, case: Case, number: int) -> tuple[Tried, ScoredEpisode]:
-        label = PHASE if len(self._given.suites) == 1 else self._names[suite.folder]
+    async def _attempt(self, suite: Suite, case: Case, number: int) -> tuple[SuiteAttempt, ScoredEpisode]:
+        label = EVAL_PHASE if len(self._given.suites) == 1 else self._names[suite.folder]
         name = f"{label}-{case.id}-r{number}"
-        scored = not_asked(case, name, self._open.broken) or await self._open.groups.episode(
+        scored = unrunnable_attempt(case, name, self._open.broken) or await self._open.groups.episode(
             case.task, name=name, start=case.start, always=True
         )
         self._on_scored()
-        self._open.capture.episode(case.task, scored, phase=PHASE, step=0)
-        made = tried(case, number, scored, phase=PHASE, version=self._open.sampled_by)
+        self._open.capture.episode(case.task, scored, phase=EVAL_PHASE, step=0)
+        made = suite_attempt(case, number, scored, phase=EVAL_PHASE, version=self._open.sampled_by)
         tokens = self._open.spent.pop(scored.episode.id, made.attempt.tokens)
         return replace(made, attempt=replace(made.attempt, tokens=tokens)), scored
 
@@ -268,21 +285,26 @@ def _names(suites: Sequence[Suite]) -> dict[Path, str]:
 
 
 def _kept(
-    given: Prepared, suite: Suite, outcomes: Sequence[CaseOutcome], attempts: Sequence[Tried], version: PolicyVersion, began: float
-) -> Evaluated:
+    given: PreparedEvaluation,
+    suite: Suite,
+    outcomes: Sequence[CaseOutcome],
+    attempts: Sequence[SuiteAttempt],
+    version: PolicyVersion,
+    began: float,
+) -> SuiteEvaluation:
     """Writes a suite's evaluation, where `agentrl compare` reads it."""
     run = given.start.folder
-    folder = run / FOLDER if len(given.suites) == 1 else run / SEVERAL / _names(given.suites)[suite.folder]
+    folder = run / SUITE_FOLDER if len(given.suites) == 1 else run / SUITES_FOLDER / _names(given.suites)[suite.folder]
     repeats = given.repeats or suite.repeats
-    origin = about(given.recipe, suite, version, repeats=repeats, threshold=given.threshold, began=began)
+    origin = evaluation_info(given.recipe, suite, version, repeats=repeats, threshold=given.threshold, began=began)
     origin = replace(origin, model=given.policy.name, version=given.policy.version)  # in the words of who asked, on any machine
-    found = Results(about=origin, attempts=tuple(one.attempt for one in attempts))
-    results.save(folder, found, words_of(attempts))
-    return Evaluated(suite=suite, folder=folder, results=found, outcomes=tuple(outcomes))
+    found = SuiteResults(about=origin, attempts=tuple(one.attempt for one in attempts))
+    results.save_results(folder, found, transcripts_of(attempts))
+    return SuiteEvaluation(suite=suite, folder=folder, results=found, outcomes=tuple(outcomes))
 
 
 @asynccontextmanager
-async def policy_opened(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
+async def open_policy(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """The policy, answering, and the sandboxes that its episodes play in."""
     kind = _served if given.policy.served else _not_served
     async with kind(given, console=console) as found:
@@ -290,24 +312,24 @@ async def policy_opened(given: Prepared, *, console: bool) -> AsyncIterator[Open
 
 
 @asynccontextmanager
-async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
+async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """A model folder on a server of ours, which is watched meanwhile."""
     assert given.checked is not None, "a served policy was checked"
-    async with opened(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
+    async with open_run(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
-        if begins_late(given.suites):
+        if starts_mid_episode(given.suites):
             chat = preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy)
-            check_starts(given.suites, chat, run.groups.runner.tools, given.recipe.rollout)
+            check_start_tokens(given.suites, chat, run.groups.runner.tools, given.recipe.rollout)
         async with asyncio.TaskGroup() as starting:
-            making = starting.create_task(prepare(given.suites, run.sandboxes))
+            making = starting.create_task(prepare_images(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
             starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
             groups = evaluation_runner(run)
-            yield Opened(
+            yield OpenPolicy(
                 groups=groups,
                 sandboxes=run.sandboxes,
                 capture=run.capture,
@@ -320,10 +342,10 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
 
 
 @asynccontextmanager
-async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
+async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """A policy that answers by itself: a part of the project, or somebody's server."""
     recipe, folder = given.recipe, given.start.folder
-    async with closing_in_turn(folder) as stack:
+    async with closing_stack(folder) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=folder.name, root=given.root)
         stack.push_async_callback(sandboxes.close)
         write_start(folder, recipe, given.start)
@@ -334,16 +356,16 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         policy, agent, chat = _parts(given)
         if isinstance(agent, ChatAgent):
             stack.push_async_callback(agent.endpoint.close)
-        broken = await prepare(given.suites, sandboxes)
+        broken = await prepare_images(given.suites, sandboxes)
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
         cases = [case.task for suite in given.suites for case in suite.cases]
-        tasks = with_sub_agents(cases, recipe.rollout.delegation)
-        tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
+        tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
+        tools = await pin_tools(declared_tools(recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
             for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
-                await check_copies(recipe, task, sandboxes)
-            check_starts(given.suites, chat, tools, recipe.rollout)
+                await check_snapshots(recipe, task, sandboxes)
+            check_start_tokens(given.suites, chat, tools, recipe.rollout)
         runner = EpisodeRunner(
             tools=tools,
             policy=policy,
@@ -364,7 +386,7 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         )
         spent = agent.tokens if isinstance(agent, ChatAgent) else {}
         unknown = PolicyVersion(number=0, parent=None, folder="-", sha256="")
-        yield Opened(
+        yield OpenPolicy(
             groups=groups,
             sandboxes=sandboxes,
             capture=capture,
@@ -376,15 +398,15 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         )
 
 
-def _parts(given: Prepared) -> tuple[Policy, Agent, ChatFormat | None]:
+def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]:
     """The policy that a reference makes, and the recipe's agent in the policy's own tokens; or the agent of an endpoint, and no tokens."""
-    if given.policy.source is Source.ENDPOINT:
-        return NoTokens(), _chat_agent(given.policy, given.recipe), None
-    made: Any = make_part(given.policy)
+    if given.policy.source is PolicySource.ENDPOINT:
+        return NoPolicy(), _chat_agent(given.policy, given.recipe), None
+    made: Any = load_policy_plugin(given.policy)
     rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
+    agent: Agent = parts.make_part(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
     return made, agent, chat
 
 

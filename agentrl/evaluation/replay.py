@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat, delegation, load_tools
-from agentrl.agent.run_tools import declared, pinned, with_sub_agents
-from agentrl.agent.wording import instructed
-from agentrl.base.error_text import short
+from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_tools
+from agentrl.agent.wording import with_instructions
+from agentrl.base.error_text import one_line_error
 from agentrl.config.recipe import DelegationConfig, Recipe, RolloutConfig, load
 from agentrl.errors import ServingError, UserError
-from agentrl.evaluation.policies import NamedPolicy, Source, make_part
+from agentrl.evaluation.policies import NamedPolicy, PolicySource, load_policy_plugin
 from agentrl.failure.case import Case, Suite
-from agentrl.failure.render import decisive
+from agentrl.failure.render import deciding_tag
 from agentrl.failure.trace import Trace
-from agentrl.memory.run_memory import Replayed
+from agentrl.memory.run_memory import ReplayedMemory
 from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root, project_root
 from agentrl.protocols import Agent, SandboxBackend, ToolSource
 from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
 from agentrl.records.sampling import Sampling
-from agentrl.rollout import Capture, EpisodeRunner, Forgotten
+from agentrl.rollout import CaptureState, EmptyMemory, EpisodeRunner
 from agentrl.sandbox import open_sandboxes
-from agentrl.session.ending import closed_after
+from agentrl.session.ending import close_after
 from agentrl.session.preflight import open_chat
 
 _FROM_START = "promote it without --from-turn; it is asked from its start then"
@@ -40,7 +40,7 @@ _SESSION = "python_session"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class ReplaySetup:
     """What a run's episodes are played again on."""
 
     agent: Agent
@@ -80,7 +80,7 @@ class _Player:
         )
 
 
-def turn_of(trace: Trace, wanted: str) -> int:
+def start_turn(trace: Trace, wanted: str) -> int:
     """The turn, counted from 0, at which a case of a trace is to begin: a number counted from 1, or `failing` for what its tag names.
 
     Raises `UserError` for one that is not there, and for a trace whose turns are not exactly known, or are of several trajectories.
@@ -92,7 +92,7 @@ def turn_of(trace: Trace, wanted: str) -> int:
     turns = trace.episode.trajectories[0].turns
     if not all(turn.prompt_ids and turn.completion_ids for turn in turns):
         raise UserError(f"trace {trace.id}: its exact tokens are not known; an endpoint does not tell them", fix=_FROM_START)
-    tag = decisive(trace.tags)
+    tag = deciding_tag(trace.tags)
     number = tag.turn if wanted == "failing" and tag is not None else int(wanted) - 1 if wanted.isdecimal() and len(wanted) < 7 else None
     if number is None:
         why = f"tag {tag.name if tag else '-'} names no turn" if wanted == "failing" else f"{wanted!r} is no turn"
@@ -102,7 +102,7 @@ def turn_of(trace: Trace, wanted: str) -> int:
     return number
 
 
-async def state_before(trace: Trace, turn: int, stage: Stage) -> EpisodeState | None:
+async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeState | None:
     """The state of a trace's episode before a turn, counted from 0; None before the first, where there is none yet.
 
     Raises `UserError` where the episode cannot be played again as it went: tools that give something else, another tokenizer, a
@@ -117,7 +117,7 @@ async def state_before(trace: Trace, turn: int, stage: Stage) -> EpisodeState | 
     recorded = episode.trajectories[0].turns
     player, found = _Player(recorded[: turn + 1]), list[EpisodeState | None]()
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         if turns == turn:
             found.append(await capture())
             raise _Enough("the turn is reached")
@@ -132,7 +132,7 @@ async def state_before(trace: Trace, turn: int, stage: Stage) -> EpisodeState | 
         request_timeout_s=_TIMEOUT_S,
     )
     await stage.sandboxes.prepare(task.sandbox)
-    memory = None if episode.memory is None else Replayed(episode.memory, recorded[:turn])
+    memory = None if episode.memory is None else ReplayedMemory(episode.memory, recorded[:turn])
     played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
     if not found:
         faults = [one.message for one in played.failures if one.blame is not Blame.POLICY]
@@ -159,7 +159,7 @@ def _refused(trace: Trace, turn: int, why: str) -> UserError:
 
 
 @asynccontextmanager
-async def stage_of(run: Path, tasks: Iterable[Task]) -> AsyncIterator[Stage]:
+async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplaySetup]:
     """What the episodes of a run are played again on: its agent, its tokenizer, its tools, and sandboxes as its recipe says.
 
     Args:
@@ -177,12 +177,12 @@ async def stage_of(run: Path, tasks: Iterable[Task]) -> AsyncIterator[Stage]:
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
-    agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
+    agent: Agent = parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
-    async with closed_after(sandboxes.close):
-        users = with_sub_agents(tasks, recipe.rollout.delegation)
-        tools = await pinned(declared(recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, chat=chat)
-        yield Stage(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
+    async with close_after(sandboxes.close):
+        users = with_sub_agent_tools(tasks, recipe.rollout.delegation)
+        tools = await pin_tools(declared_tools(recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, chat=chat)
+        yield ReplaySetup(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
 
 
 def _chat(run: Path, recipe: Recipe) -> ChatFormat:
@@ -190,24 +190,24 @@ def _chat(run: Path, recipe: Recipe) -> ChatFormat:
     if base.is_dir():
         return open_chat(base, policy=recipe.policy)
     if ":" in named and "://" not in named:
-        made, policy = make_part(NamedPolicy(source=Source.PART, name=named, model=named)), recipe.policy
+        made, policy = load_policy_plugin(NamedPolicy(source=PolicySource.PART, name=named, model=named)), recipe.policy
         return ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     raise UserError(f"{run} keeps no model whose tokens its traces are of", fix=_FROM_START)
 
 
-def begins_late(suites: Iterable[Suite]) -> bool:
+def starts_mid_episode(suites: Iterable[Suite]) -> bool:
     """Whether any case begins in the middle."""
     return any(case.start is not None for suite in suites for case in suite.cases)
 
 
-def check_starts(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, rollout: RolloutConfig) -> None:
+def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, rollout: RolloutConfig) -> None:
     """Raises `UserError` for a case that begins with tokens which this tokenizer and template would not have made.
 
     Args:
         tools: of the recipe, with what its servers offer: their schemas are part of a prompt.
         rollout: of the recipe, for what its agents are told first, and of sub-agents.
     """
-    told = delegation.schema(rollout.delegation or DelegationConfig())
+    told = delegation.delegate_schema(rollout.delegation or DelegationConfig())
     for suite in suites:
         for case in suite.cases:
             if case.start is not None and (why := _foreign(case, case.start, chat, tools, told, rollout.instructions)):
@@ -230,9 +230,9 @@ def _foreign(
         return "it has several trajectories"
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
-        memory = None if start.memory is None else Forgotten(start.memory)
+        memory = None if start.memory is None else EmptyMemory(start.memory)
         schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
-        prompt = instructed(case.task.prompt, instructions)
+        prompt = with_instructions(case.task.prompt, instructions)
         if asked[0] not in [chat.opening(prompt, some) for some in (schemas, [*schemas, delegate])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):
@@ -246,21 +246,21 @@ def _foreign(
     except UserError as error:
         return error.message
     except Exception as error:  # tokenizers raise whatever ids that they do not have make them raise
-        return short(error)
+        return one_line_error(error)
     return ""
 
 
-async def starts_of(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
+async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
     """Trace -> the state that its case begins with; None where that is its task, at the first turn.
 
     Args:
         run: the run folder that holds the traces.
-        wanted: see `turn_of`.
+        wanted: see `start_turn`.
 
     Raises `UserError`, before any case is written.
     """
-    turns = {trace.id: turn_of(trace, wanted) for trace in traces}
+    turns = {trace.id: start_turn(trace, wanted) for trace in traces}
     if not any(turns.values()):
         return dict.fromkeys(turns)
-    async with stage_of(run, [trace.task for trace in traces if trace.task is not None]) as stage:
-        return {trace.id: await state_before(trace, turns[trace.id], stage) for trace in traces}
+    async with open_replay(run, [trace.task for trace in traces if trace.task is not None]) as stage:
+        return {trace.id: await replay_state(trace, turns[trace.id], stage) for trace in traces}

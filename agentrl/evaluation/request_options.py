@@ -26,7 +26,7 @@ _SAID_ELSEWHERE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
+class RequestOptions:
     """User options for the requests to an endpoint, in addition to its model and key."""
 
     tokens_name: str = "max_tokens"  # request key of the token limit of a turn
@@ -35,7 +35,7 @@ class Requests:
     headers: Mapping[str, str] = field(default_factory=dict)  # name -> reference to the value
 
     @classmethod
-    def of(cls, requested: Sequence[str], headers: Sequence[str], tokens_name: str) -> Requests:
+    def of(cls, requested: Sequence[str], headers: Sequence[str], tokens_name: str) -> RequestOptions:
         """Parses command-line options. Raises `UserError`.
 
         Args:
@@ -47,7 +47,7 @@ class Requests:
         for key in [key for key in keys if key in _SAID_ELSEWHERE and not (without and key == "temperature")]:
             raise UserError(f"--request {key} is not allowed: {_SAID_ELSEWHERE[key]}", fix=f"remove --request {key}")
         keys = {key: value for key, value in keys.items() if key != "temperature"}
-        if problem := next(secrets.literals(keys, "--request"), ""):
+        if problem := next(secrets.literal_secret_errors(keys, "--request"), ""):
             raise UserError(problem, fix="give headers by reference: --header NAME=env:VARIABLE")
         made = dict(_pair("--header", text, "api-key=env:THEIR_KEY") for text in headers)
         return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=made)

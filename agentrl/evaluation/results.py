@@ -1,7 +1,7 @@
 """The files of one evaluation of a suite: what was asked of whom, and every attempt.
 
-about.json        `About`: suite, model, sampling, and what else two evaluations must share to be compared
-attempts.jsonl    an `Attempt` a line
+about.json        `EvaluationInfo`: suite, model, sampling, and what else two evaluations must share to be compared
+attempts.jsonl    an `CaseAttempt` a line
 episodes.jsonl    the episodes in words, a line each, with the same `episode` as their attempt
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import commit_folder, json_line, part_folder
-from agentrl.base.untrusted_files import content
+from agentrl.base.files import commit_folder, json_line, partial_folder
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
 from agentrl.evaluation import intervals
 from agentrl.evaluation.comparison import Scores
 from agentrl.evaluation.passes import mean_pass_at_k
-from agentrl.gate.rule import passes
+from agentrl.gate.rule import attempt_passes
 from agentrl.records import codec
 from agentrl.records.fields import JsonObject, Record, Text
 
@@ -36,7 +36,7 @@ _LARGEST = 256 << 20  # bytes of one file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt(Record):
+class CaseAttempt(Record):
     """One attempt at one case."""
 
     case: str
@@ -54,7 +54,7 @@ class Attempt(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About(Record):
+class EvaluationInfo(Record):
     """Where the attempts come from."""
 
     suite: str
@@ -86,7 +86,7 @@ class About(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures(Record):
+class EvaluationFigures(Record):
     """What an evaluation comes to."""
 
     pass_at_1: float | None  # mean over cases; None: not one attempt was scored
@@ -103,11 +103,11 @@ class Figures(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
+class SuiteResults:
     """One evaluation of a suite."""
 
-    about: About
-    attempts: tuple[Attempt, ...]
+    about: EvaluationInfo
+    attempts: tuple[CaseAttempt, ...]
 
     def scores(self, *, again: bool = False) -> Scores:
         """Case -> scores in the order of the attempts: of the evaluation, or of the further attempts at cases that looked worse."""
@@ -122,18 +122,18 @@ class Results:
         """Case -> hash of its content."""
         return {one.case: one.task_key for one in self.attempts}
 
-    def figures(self, k: int = 0) -> Figures:
+    def figures(self, k: int = 0) -> EvaluationFigures:
         """Rates and costs, further attempts apart. `k` 0: the number of repeats, or what every case was tried where that is more."""
         first = [one for one in self.attempts if not one.again]
         by_case: dict[str, list[float]] = {}
         for one in first:
             if one.score is not None:
                 by_case.setdefault(one.case, []).append(one.score)
-        counts = [(sum(passes(score, self.about.bar(case)) for score in scores), len(scores)) for case, scores in by_case.items()]
+        counts = [(sum(attempt_passes(score, self.about.bar(case)) for score in scores), len(scores)) for case, scores in by_case.items()]
         tries = sum(count for _, count in counts)
         k = k or max(self.about.repeats, min(Counter(one.case for one in first).values(), default=1))
-        rate = intervals.rate([passed / count for passed, count in counts], tries) if counts else None
-        return Figures(
+        rate = intervals.rate_interval([passed / count for passed, count in counts], tries) if counts else None
+        return EvaluationFigures(
             pass_at_1=None if rate is None else rate.value,
             low=None if rate is None else rate.low,
             high=None if rate is None else rate.high,
@@ -153,10 +153,12 @@ def suite_sha256(task_keys: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(f"{case} {key}" for case, key in sorted(task_keys.items())).encode()).hexdigest()
 
 
-def save(folder: Path, results: Results, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None) -> None:
+def save_results(
+    folder: Path, results: SuiteResults, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None
+) -> None:
     """Writes an evaluation's folder, whole or not at all, in place of one that is there. `more`: further files, by name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    part = part_folder(folder)
+    part = partial_folder(folder)
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
     (part / ATTEMPTS).write_bytes(b"".join(codec.to_json(one) + b"\n" for one in results.attempts))
     (part / EPISODES).write_bytes(b"".join(json_line(dict(one)) for one in episodes))
@@ -165,14 +167,14 @@ def save(folder: Path, results: Results, episodes: Iterable[Mapping[str, Any]], 
     commit_folder(part, folder)
 
 
-def load(folder: Path) -> Results:
+def load_results(folder: Path) -> SuiteResults:
     """Reads an evaluation's folder. Raises `UserError` that says what is wrong with it."""
     if not folder.is_dir():
         raise UserError(f"no folder {folder}", fix="give one that agentrl eval RECIPE --suite SUITE has written, or RUN@VERSION")
     try:
-        about = codec.from_json(About, content(folder / ABOUT, most=_LARGEST, inside=folder))
-        lines = content(folder / ATTEMPTS, most=_LARGEST, inside=folder).split(b"\n")[:-1]
-        attempts = tuple(codec.from_json(Attempt, line) for line in lines)
+        about = codec.from_json(EvaluationInfo, read_bytes(folder / ABOUT, most=_LARGEST, inside=folder))
+        lines = read_bytes(folder / ATTEMPTS, most=_LARGEST, inside=folder).split(b"\n")[:-1]
+        attempts = tuple(codec.from_json(CaseAttempt, line) for line in lines)
         _check(attempts)
     except FileNotFoundError as error:
         raise UserError(
@@ -181,10 +183,10 @@ def load(folder: Path) -> Results:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
-    return Results(about=about, attempts=attempts)
+    return SuiteResults(about=about, attempts=attempts)
 
 
-def _check(attempts: Iterable[Attempt]) -> None:
+def _check(attempts: Iterable[CaseAttempt]) -> None:
     """Raises `ValueError` for attempts that nothing can be concluded from."""
     seen: set[tuple[str, int]] = set()
     for one in attempts:

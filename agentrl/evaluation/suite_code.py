@@ -35,7 +35,7 @@ def check_project(suites: Sequence[Suite], root: Path) -> None:
         )
 
 
-def check_confined(suite: Suite, root: Path) -> None:
+def check_suite_code(suite: Suite, root: Path) -> None:
     """Raises `UserError` if a case names a file or an image outside the project `root`, or code in the suite's folder."""
     for case in suite.cases:
         for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
@@ -49,7 +49,7 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
     for reference in (*case.task.verifiers, *case.task.tools):
         module, colon, _ = reference.rpartition(":")
         if module.endswith(".py"):
-            file = untrusted_files.located(module, Path.cwd())
+            file = untrusted_files.resolve_inside(module, Path.cwd())
             if file is None:
                 yield reference, "which is not a path"
             elif not file.is_relative_to(root):
@@ -63,7 +63,7 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code that came with the suite"
     image = case.task.sandbox.image
-    path = untrusted_files.located(image, root)
+    path = untrusted_files.resolve_inside(image, root)
     if path is None:
         yield image, "an image whose name is not a path"
     elif not path.is_relative_to(root):

@@ -36,6 +36,6 @@ class SuiteTasks:
         raise TaskError(f"case {task.id!r} has no gold solution: it was captured, not made")
 
 
-def options(suites: Sequence[Suite]) -> dict[str, str]:
+def suite_task_options(suites: Sequence[Suite]) -> dict[str, str]:
     """`tasks.options` of a recipe whose tasks these are."""
     return {"folders": _BETWEEN.join(str(suite.folder.resolve()) for suite in suites)}

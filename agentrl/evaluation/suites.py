@@ -14,26 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.agent.run_tools import declared
+from agentrl.agent.run_tools import declared_tools
 from agentrl.base import user_code
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.evaluation import About, Attempt, Results, results
-from agentrl.evaluation.replay import begins_late, check_starts
+from agentrl.evaluation import CaseAttempt, EvaluationInfo, SuiteResults, results
+from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
 from agentrl.evaluation.results import suite_sha256
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.digest import write_digest
-from agentrl.observe.exclusions import reason_of
+from agentrl.observe.exclusions import exclusion_reason
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Failure, PolicyVersion, SandboxSpec, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout import GroupRunner
-from agentrl.session.ending import kept_going
-from agentrl.session.folder import Start
-from agentrl.session.opening import Run, opened
-from agentrl.session.preflight import Checked, check_suite, open_chat
+from agentrl.session.ending import warn_on_error
+from agentrl.session.folder import RunStart
+from agentrl.session.opening import Run, open_run
+from agentrl.session.preflight import PreflightResult, check_suite, open_chat
 from agentrl.session.transcript import transcript
 
-FOLDER = "suite"
+SUITE_FOLDER = "suite"
 """Of a run folder: where `agentrl eval --suite` keeps the evaluation."""
 
 OnDone = Callable[[int, int], None]
@@ -41,18 +41,18 @@ OnScored = Callable[[Task, ScoredEpisode], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class SuiteAttempt:
     """One attempt at a case, and the episode in words."""
 
-    attempt: Attempt
+    attempt: CaseAttempt
     words: dict[str, Any]
 
 
-Broken = Mapping[tuple[str, str], str]
+BrokenImages = Mapping[tuple[str, str], str]
 """(image, runtime) -> why it cannot be made."""
 
 
-async def prepare(suites: Iterable[Suite], sandboxes: SandboxBackend) -> Broken:
+async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
     """Makes the images of suites' cases, each once. Those that cannot be made take their own cases out, and no others.
 
     Raises:
@@ -67,7 +67,7 @@ async def prepare(suites: Iterable[Suite], sandboxes: SandboxBackend) -> Broken:
         except SandboxUnavailable:
             raise
         except UserError as error:
-            broken[image] = user_code.text_of(error)
+            broken[image] = user_code.error_text(error)
 
     async with asyncio.TaskGroup() as making:
         for image, spec in specs.items():
@@ -75,7 +75,7 @@ async def prepare(suites: Iterable[Suite], sandboxes: SandboxBackend) -> Broken:
     return broken
 
 
-def not_asked(case: Case, name: str, broken: Broken) -> ScoredEpisode | None:
+def unrunnable_attempt(case: Case, name: str, broken: BrokenImages) -> ScoredEpisode | None:
     """The attempt that a case cannot have, because its image is gone; None where it can."""
     why = broken.get(_image(case))
     if why is None:
@@ -90,18 +90,18 @@ def _image(case: Case) -> tuple[str, str]:
     return case.task.sandbox.image, case.task.sandbox.runtime
 
 
-async def try_cases(
+async def run_cases(
     runner: GroupRunner,
     cases: Sequence[Case],
     numbers: Callable[[Case], range],
     *,
     phase: str,
     version: int,
-    broken: Broken,
+    broken: BrokenImages,
     again: bool = False,
     on_done: OnDone = lambda done, total: None,
     on_scored: OnScored = lambda task, scored: None,
-) -> tuple[Tried, ...]:
+) -> tuple[SuiteAttempt, ...]:
     """The attempts at each case that `numbers` names, in the order of the cases.
 
     An attempt that any other version than `version` has sampled a token of has no score: it says nothing about this one.
@@ -111,23 +111,25 @@ async def try_cases(
     """
     done, total = 0, sum(len(numbers(case)) for case in cases)
 
-    async def one(case: Case, number: int) -> Tried:
+    async def one(case: Case, number: int) -> SuiteAttempt:
         nonlocal done
         name = f"{phase}-{case.id}-r{number}"
-        scored = not_asked(case, name, broken) or await runner.episode(case.task, name=name, start=case.start, always=True)
+        scored = unrunnable_attempt(case, name, broken) or await runner.episode(case.task, name=name, start=case.start, always=True)
         done += 1
         on_done(done, total)
         on_scored(case.task, scored)
-        return tried(case, number, scored, phase=phase, version=version, again=again)
+        return suite_attempt(case, number, scored, phase=phase, version=version, again=again)
 
     async with asyncio.TaskGroup() as running:
         jobs = [running.create_task(one(case, number)) for case in cases for number in numbers(case)]
     return tuple(job.result() for job in jobs)
 
 
-def about(recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float) -> About:
+def evaluation_info(
+    recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float
+) -> EvaluationInfo:
     """Where an evaluation comes from. `began`: monotonic seconds."""
-    return About(
+    return EvaluationInfo(
         suite=suite.name,
         suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
         cases=len(suite.cases),
@@ -140,25 +142,25 @@ def about(recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int,
         sampling=dataclasses.asdict(recipe.evaluation.sampling),
         seed=recipe.seed,
         threshold=threshold,
-        thresholds=thresholds(suite),
+        thresholds=case_thresholds(suite),
         agentrl=agentrl.__version__,
-        at=now(),
+        at=utc_now(),
         wall_s=time.monotonic() - began,
     )
 
 
-def version_in(model: str) -> int:
+def version_number(model: str) -> int:
     """The number of a run's version whose folder a model is (`--model RUN@VERSION`); 0 for any other model."""
     folder = Path(model)
     return int(folder.name) if folder.parent.name == "versions" and folder.name.isdecimal() else 0
 
 
-def tries(case: Case, otherwise: int) -> int:
+def case_repeats(case: Case, otherwise: int) -> int:
     """Attempts at a case in an evaluation: its own number, else that of the evaluation."""
     return otherwise if case.repeats is None else case.repeats
 
 
-def thresholds(suite: Suite) -> dict[str, float]:
+def case_thresholds(suite: Suite) -> dict[str, float]:
     """The thresholds of the cases that have one of their own."""
     return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
 
@@ -170,15 +172,15 @@ def evaluation_runner(run: Run) -> GroupRunner:
 
 async def evaluate_suite(
     recipe: Recipe,
-    start: Start,
-    checked: Checked,
+    start: RunStart,
+    checked: PreflightResult,
     suite: Suite,
     *,
     repeats: int | None,
     threshold: float,
     root: Path,
     console: bool = True,
-) -> Results:
+) -> SuiteResults:
     """Serves the recipe's model, evaluates it on a suite and keeps the result in `suite/` of the run folder. For callers: see
     `agentrl.run.loop.train`.
 
@@ -187,28 +189,28 @@ async def evaluate_suite(
 
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
-    check_suite(suite, checked.scorer, declared(recipe.tools, root), root=root)
-    async with opened(recipe, start, checked, root=root, console=console) as run:
+    check_suite(suite, checked.scorer, declared_tools(recipe.tools, root), root=root)
+    async with open_run(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
         async with asyncio.TaskGroup() as starting:
-            making = starting.create_task(prepare([suite], run.sandboxes))
+            making = starting.create_task(prepare_images([suite], run.sandboxes))
             starting.create_task(run.served.start(base))
             starting.create_task(run.judges.ready())
-        if begins_late([suite]):
+        if starts_mid_episode([suite]):
             chat = open_chat(start.folder / "versions" / "000000", policy=recipe.policy)
-            check_starts([suite], chat, run.groups.runner.tools, recipe.rollout)
-        total = sum(repeats or tries(case, suite.repeats) for case in suite.cases)
+            check_start_tokens([suite], chat, run.groups.runner.tools, recipe.rollout)
+        total = sum(repeats or case_repeats(case, suite.repeats) for case in suite.cases)
         run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {total} attempts")
         began = time.monotonic()
         run.capture.begin("eval")
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
-            tried = await try_cases(
+            tried = await run_cases(
                 evaluation_runner(run),
                 suite.cases,
-                lambda case: range(repeats or tries(case, suite.repeats)),
+                lambda case: range(repeats or case_repeats(case, suite.repeats)),
                 phase="eval",
                 version=0,
                 broken=making.result(),
@@ -216,35 +218,35 @@ async def evaluate_suite(
                 on_scored=partial(run.capture.episode, phase="eval", step=0),
             )
             watcher.cancel()
-        origin = about(recipe, suite, base, repeats=repeats or suite.repeats, threshold=threshold, began=began)
-        origin = replace(origin, version=version_in(recipe.policy.model))
-        found = Results(about=origin, attempts=tuple(one.attempt for one in tried))
-        results.save(start.folder / FOLDER, found, words_of(tried))
-    with kept_going(start.folder, "the digest of failures"):
+        origin = evaluation_info(recipe, suite, base, repeats=repeats or suite.repeats, threshold=threshold, began=began)
+        origin = replace(origin, version=version_number(recipe.policy.model))
+        found = SuiteResults(about=origin, attempts=tuple(one.attempt for one in tried))
+        results.save_results(start.folder / SUITE_FOLDER, found, transcripts_of(tried))
+    with warn_on_error(start.folder, "the digest of failures"):
         write_digest(start.folder)
     return found
 
 
-def words_of(tried: Iterable[Tried]) -> list[dict[str, Any]]:
+def transcripts_of(tried: Iterable[SuiteAttempt]) -> list[dict[str, Any]]:
     """The episodes in words."""
     return [one.words for one in tried]
 
 
-def now() -> str:
+def utc_now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def tried(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> Tried:
+def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
     """The record of an attempt. `version`: the one that may have sampled its tokens; None: any may."""
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
     others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})
-    reason = reason_of(scored)
+    reason = exclusion_reason(scored)
     if others and version is not None:
         reason = f"version {', '.join(map(str, others))} sampled some of it, not {version} alone"
     counts = not reason and value is not None and abs(value) <= results.LARGEST_SCORE
-    attempt = Attempt(
+    attempt = CaseAttempt(
         case=case.id,
         task_key=case.key,
         number=number,
@@ -258,4 +260,4 @@ def tried(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version
         ended=str(words["stop_reason"] or ""),
         versions=tuple(words["versions"]),
     )
-    return Tried(attempt=attempt, words={"episode": episode.id, "case": case.id, "attempt": number, **words})
+    return SuiteAttempt(attempt=attempt, words={"episode": episode.id, "case": case.id, "attempt": number, **words})

@@ -16,7 +16,7 @@ from typing import TypeVar
 import zstandard
 
 from agentrl.base import files, untrusted_files
-from agentrl.base.database import unpacked
+from agentrl.base.database import decompress
 from agentrl.records import MAX_SNAPSHOT_BYTES, EpisodeState, ScoredEpisode, codec
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MAX_BYTES = 2 * MAX_SNAPSHOT_BYTES
 """Largest content of a file: a snapshot as base64, and the turns."""
 
 
-class RunningEpisodes:
+class FolderCheckpoints:
     """An `EpisodeKeeper` in one folder: `000012/3.state` and `000012/3.scored` are of member 3 of group 12."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,7 +69,7 @@ class RunningEpisodes:
                 raise OSError(f"{len(data) >> 20} MiB are more than may be kept")
             path.parent.mkdir(parents=True, exist_ok=True)
             body = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
-            files.write(path, body, tag=str(next(self._numbers)))  # of its own: a write may outlive the turn that began it
+            files.write_atomically(path, body, tag=str(next(self._numbers)))  # of its own: a write may outlive the turn that began it
             if group in self._forgotten:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:
@@ -79,8 +79,8 @@ class RunningEpisodes:
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
         try:
-            body = untrusted_files.content(path, most=MAX_BYTES, inside=self._folder)
-            return codec.from_json(kind, unpacked(body, most=MAX_BYTES))
+            body = untrusted_files.read_bytes(path, most=MAX_BYTES, inside=self._folder)
+            return codec.from_json(kind, decompress(body, most=MAX_BYTES))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

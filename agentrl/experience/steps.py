@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agentrl.base.scores import alike
+from agentrl.base.scores import all_equal
 from agentrl.config.recipe import RolloutConfig
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group
@@ -19,7 +19,7 @@ _FAR = 1 << 30  # a schedule's position that no group of a run reaches: where th
 
 def has_preference(group: Group, *, min_group_size: int) -> bool:
     """Whether some of a group's attempts were scored higher than others, so that it can teach anything."""
-    return len(group.scored) >= min_group_size and not alike(scored.score.value or 0.0 for scored in group.scored)
+    return len(group.scored) >= min_group_size and not all_equal(scored.score.value or 0.0 for scored in group.scored)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ _TOKENS = 256  # the length that the model was trained for
 _BATCH = 64
 
 
-def minilm() -> Any:
+def load_minilm() -> Any:
     """An `agentrl.failure.clusters.Embedding`: texts -> unit vectors of 384 numbers, on the CPU.
 
     Raises `UserError` that names the extra, where a package is missing.

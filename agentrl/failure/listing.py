@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import name_of
+from agentrl.failure.triage import deciding_tag_name
 from agentrl.records import Episode, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TraceRow:
     """What a list says of a trace; the texts in it are hostile."""
 
     seq: int
@@ -31,7 +31,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class EpisodeCount:
     """How many episodes of a sort there were; `why` and `tag` are empty for those that passed."""
 
     phase: str
@@ -44,7 +44,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TraceFilter:
     """Which traces a list is of; empty fields ask nothing."""
 
     tag: str = ""
@@ -65,15 +65,15 @@ class Wanted:
         return (f" WHERE {' AND '.join(terms)}" if terms else ""), values
 
 
-def count_of(trace: Trace) -> Count:
+def count_of_trace(trace: Trace) -> EpisodeCount:
     """What a trace counts as."""
-    return Count(
+    return EpisodeCount(
         phase=trace.phase,
         step=trace.step,
         version=newest_version(trace.episode),
         why=str(trace.why),
-        tag=name_of(trace.tags),
-        kind=kind_of(trace.task),
+        tag=deciding_tag_name(trace.tags),
+        kind=kind_of_task(trace.task),
         n=1,
     )
 
@@ -84,6 +84,6 @@ def newest_version(episode: Episode | None) -> int:
     return max((span.version for turn in turns for span in turn.versions), default=-1)
 
 
-def kind_of(task: Task | None) -> str:
+def kind_of_task(task: Task | None) -> str:
     """The kind of question that a task is, as evaluations count it."""
     return "" if task is None else task.kind[:80]

@@ -13,7 +13,7 @@ from agentrl.records import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RemovablePart:
     """What may go: a message before the last, a file, or a line of one."""
 
     message: int | None = None
@@ -21,19 +21,21 @@ class Part:
     line: int | None = None  # of the file, counted from 0; None: all of it
 
 
-def whole_parts(task: Task) -> tuple[Part, ...]:
+def message_and_file_parts(task: Task) -> tuple[RemovablePart, ...]:
     """The messages before the last, which is what is asked, and the files."""
-    messages = (Part(message=number) for number in range(len(task.prompt) - 1))
-    return (*messages, *(Part(file=path) for path in sorted({*task.files, *task.binary_files})))
+    messages = (RemovablePart(message=number) for number in range(len(task.prompt) - 1))
+    return (*messages, *(RemovablePart(file=path) for path in sorted({*task.files, *task.binary_files})))
 
 
-def line_parts(task: Task) -> tuple[Part, ...]:
+def line_parts(task: Task) -> tuple[RemovablePart, ...]:
     """The lines of the files that have several."""
     texts = {path: text.splitlines() for path, text in task.files.items()}
-    return tuple(Part(file=path, line=number) for path in sorted(texts) if len(texts[path]) > 1 for number in range(len(texts[path])))
+    return tuple(
+        RemovablePart(file=path, line=number) for path in sorted(texts) if len(texts[path]) > 1 for number in range(len(texts[path]))
+    )
 
 
-def without(task: Task, gone: Sequence[Part]) -> Task:
+def remove_parts(task: Task, gone: Sequence[RemovablePart]) -> Task:
     """The task without these parts."""
     messages = {part.message for part in gone if part.message is not None}
     files = {part.file for part in gone if part.file and part.line is None}
@@ -52,13 +54,15 @@ def without(task: Task, gone: Sequence[Part]) -> Task:
     )
 
 
-async def fewest(parts: Sequence[Part], fails: Callable[[tuple[Part, ...]], Awaitable[bool | None]]) -> tuple[Part, ...]:
+async def removable_parts(
+    parts: Sequence[RemovablePart], fails: Callable[[tuple[RemovablePart, ...]], Awaitable[bool | None]]
+) -> tuple[RemovablePart, ...]:
     """The parts that can go, all at once.
 
     Args:
         fails: whether a task without these parts still fails; None: the budget is spent, and the search ends with what it has.
     """
-    gone: tuple[Part, ...] = ()
+    gone: tuple[RemovablePart, ...] = ()
     left, chunks = list(parts), 1
     while left:
         size = -(-len(left) // chunks)
@@ -77,7 +81,7 @@ async def fewest(parts: Sequence[Part], fails: Callable[[tuple[Part, ...]], Awai
     return gone
 
 
-def size_of(task: Task) -> str:
+def describe_size(task: Task) -> str:
     """How large a task is, for a person: `1 message, 2 files, 40 lines`."""
     lines = sum(len(text.splitlines()) for text in task.files.values())
     counts = ((len(task.prompt), "message"), (len(task.files) + len(task.binary_files), "file"), (lines, "line"))

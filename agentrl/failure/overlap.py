@@ -10,7 +10,7 @@ what a question is about.
     TWIN    prompts that are equal once ids are folded, files that are alike, and the same truth, ids told by their places; or prompts that
             are equal with their ids, and files that are alike, whatever the truth.
 
-Files are alike when both tasks have none, or when at least `ALIKE` of the lines of both, ids folded, are common to them (Jaccard's
+Files are alike when both tasks have none, or when at least `MIN_SHARED_LINES` of the lines of both, ids folded, are common to them (Jaccard's
 index of the multisets; a binary file is one line). So a question of the same words about other files is neither: that is a
 neighbour, which one may learn from.
 """
@@ -29,41 +29,41 @@ from typing import Any
 from agentrl.failure.case import Case, load_suite
 from agentrl.records import Task
 
-ALIKE = 0.9
+MIN_SHARED_LINES = 0.9
 _ID = re.compile(r"\b(?=[a-z_-]{0,64}\d)(?=[\d_-]{0,64}[a-z])[a-z\d]+(?:[_-][a-z\d]+)*\b")
 
 
-class Likeness(StrEnum):
+class Overlap(StrEnum):
     """How a task stands to one of a suite."""
 
     SAME = "same"
     TWIN = "twin"
 
 
-def fold(text: str) -> str:
+def normalize_text(text: str) -> str:
     """White space and case folded."""
     return " ".join(text.split()).casefold()
 
 
-def fold_ids(text: str) -> str:
+def normalize_ids(text: str) -> str:
     """White space, case and ids folded."""
-    return _ID.sub("#", fold(text))
+    return _ID.sub("#", normalize_text(text))
 
 
-def likeness(case: Task, task: Task) -> Likeness | None:
+def overlap_of(case: Task, task: Task) -> Overlap | None:
     """What a task is to the task of a case; None when it may be trained on."""
     if case.key == task.key:
-        return Likeness.SAME
+        return Overlap.SAME
     if not _one_world(case, task):
         return None
-    if _prompt(case, fold) == _prompt(task, fold) and case.tools == task.tools and _files(case) == _files(task):
-        return Likeness.SAME
-    if _prompt(case, fold_ids) != _prompt(task, fold_ids) or not _files_alike(case, task):
+    if _prompt(case, normalize_text) == _prompt(task, normalize_text) and case.tools == task.tools and _files(case) == _files(task):
+        return Overlap.SAME
+    if _prompt(case, normalize_ids) != _prompt(task, normalize_ids) or not _files_alike(case, task):
         return None
-    return Likeness.TWIN if _prompt(case, fold) == _prompt(task, fold) or _truth(case) == _truth(task) else None
+    return Overlap.TWIN if _prompt(case, normalize_text) == _prompt(task, normalize_text) or _truth(case) == _truth(task) else None
 
 
-class Withheld:
+class WithheldTasks:
     """The tasks of some suites. Asking about a task takes time proportional to its prompt, unless a case has one like it."""
 
     def __init__(self, cases: Iterable[Case]) -> None:
@@ -77,12 +77,12 @@ class Withheld:
     def __len__(self) -> int:
         return len(self.cases)
 
-    def find(self, task: Task) -> tuple[Case, Likeness] | None:
+    def find(self, task: Task) -> tuple[Case, Overlap] | None:
         """The case that a task is the same as, else one that it is a twin of; None for a task that may be trained on."""
         twin = None
         for known, case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
-            found = likeness(known, task)
-            if found is Likeness.SAME:
+            found = overlap_of(known, task)
+            if found is Overlap.SAME:
                 return case, found
             if found is not None and twin is None:
                 twin = case, found
@@ -92,9 +92,9 @@ class Withheld:
         return isinstance(task, Task) and self.find(task) is not None
 
 
-def withheld(suites: Sequence[str | Path], *, root: Path) -> Withheld:
+def load_withheld(suites: Sequence[str | Path], *, root: Path) -> WithheldTasks:
     """The tasks of suites, folders relative to `root`. Raises `UserError` for one that is none."""
-    return Withheld(case for suite in suites for case in load_suite(root / suite).cases)
+    return WithheldTasks(case for suite in suites for case in load_suite(root / suite).cases)
 
 
 def _prompt(task: Task, folded: Callable[[str], str]) -> tuple[tuple[str, str], ...]:
@@ -103,7 +103,7 @@ def _prompt(task: Task, folded: Callable[[str], str]) -> tuple[tuple[str, str], 
 
 def _digest(task: Task) -> str:
     """Equal for tasks whose prompts are equal once ids are folded, which both kinds of likeness ask for."""
-    return hashlib.sha256(repr(_prompt(task, fold_ids)).encode("utf-8", "replace")).hexdigest()
+    return hashlib.sha256(repr(_prompt(task, normalize_ids)).encode("utf-8", "replace")).hexdigest()
 
 
 def _one_world(one: Task, other: Task) -> bool:
@@ -114,17 +114,17 @@ def _one_world(one: Task, other: Task) -> bool:
 
 
 def _files(task: Task) -> dict[str, str]:
-    return {path: fold(text) for path, text in task.files.items()} | dict(task.binary_files)
+    return {path: normalize_text(text) for path, text in task.files.items()} | dict(task.binary_files)
 
 
 def _files_alike(one: Task, other: Task) -> bool:
     mine, theirs = _file_lines(one), _file_lines(other)
     every = (mine | theirs).total()
-    return every == 0 or (mine & theirs).total() >= ALIKE * every
+    return every == 0 or (mine & theirs).total() >= MIN_SHARED_LINES * every
 
 
 def _file_lines(task: Task) -> Counter[str]:
-    texts = [fold_ids(line) for text in task.files.values() for line in text.split("\n") if line.strip()]
+    texts = [normalize_ids(line) for text in task.files.values() for line in text.split("\n") if line.strip()]
     return Counter([*texts, *task.binary_files.values()])
 
 
@@ -132,12 +132,12 @@ def _truth(task: Task) -> str:
     """What is right: the answer where the task has one, else all that it keeps from the agent. An id is told by its place among those of
     prompt and files; one that an answer is made of, and that they do not hold, stays: it was worked out, as 0x2f is."""
     truth: Any = task.data.get("answer", dict(task.data))
-    text = fold(json.dumps(truth, sort_keys=True, ensure_ascii=False))
+    text = normalize_text(json.dumps(truth, sort_keys=True, ensure_ascii=False))
     if not _ID.search(text):
         return text
     seen: dict[str, int] = {}
     for words in (*(message.content for message in task.prompt), *(task.files[path] for path in sorted(task.files))):
-        for found in _ID.finditer(fold(words)):
+        for found in _ID.finditer(normalize_text(words)):
             seen.setdefault(found[0], len(seen))
     worked_out = "answer" in task.data
     return _ID.sub(lambda found: f"#{seen[found[0]]}" if found[0] in seen else found[0] if worked_out else "#", text)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import write
-from agentrl.base.untrusted_files import content
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
 from agentrl.failure.case import Case
-from agentrl.failure.overlap import Withheld
+from agentrl.failure.overlap import WithheldTasks
 from agentrl.records import Split, Task, codec
 from agentrl.records.fields import Record
 
@@ -27,7 +27,7 @@ _MAKE = "make it again: agentrl practice SUITE RECIPE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Practiced(Record):
+class PracticeTask(Record):
     """A task, the case that it was made from, and how it stands to that (alike, harder, easier, mutated, ...)."""
 
     case: str
@@ -36,15 +36,15 @@ class Practiced(Record):
     key: str  # of the task, as it was proven
 
 
-def save_practice(suite: Path, tasks: Sequence[Practiced], about: Mapping[str, Any]) -> Path:
+def save_practice(suite: Path, tasks: Sequence[PracticeTask], about: Mapping[str, Any]) -> Path:
     """Writes the practice of the suite in a folder, in place of what there is. Returns the file."""
     path = suite / FILE
     lines = [json.dumps({"format": FORMAT, **about}).encode(), *map(codec.to_json, tasks)]
-    write(path, b"".join(line + b"\n" for line in lines), durable=True)
+    write_atomically(path, b"".join(line + b"\n" for line in lines), durable=True)
     return path
 
 
-def load_practice(suite: Path, *, withheld: Withheld | None = None, file: Path | None = None) -> tuple[Practiced, ...]:
+def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: Path | None = None) -> tuple[PracticeTask, ...]:
     """The practice of a suite, in the order in which it was written.
 
     Args:
@@ -56,7 +56,7 @@ def load_practice(suite: Path, *, withheld: Withheld | None = None, file: Path |
     """
     path = file or suite / FILE
     try:
-        head, *lines = content(path, most=_LARGEST).splitlines() or [b""]
+        head, *lines = read_bytes(path, most=_LARGEST).splitlines() or [b""]
     except FileNotFoundError:
         raise UserError(f"suite {suite} has no practice", fix=f"make some: agentrl practice {suite} RECIPE") from None
     except (OSError, ValueError) as error:
@@ -77,9 +77,9 @@ def _check_head(path: Path, line: bytes) -> None:
         raise UserError(f"{path} has format {str(known)[:40]}; this version reads {FORMAT}", fix=_MAKE)
 
 
-def _practiced(where: str, line: bytes, withheld: Withheld | None) -> Practiced:
+def _practiced(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeTask:
     try:
-        one = codec.from_json(Practiced, line)
+        one = codec.from_json(PracticeTask, line)
     except ValueError as error:
         raise UserError(f"{where} is no task of practice: {error}"[:2000], fix=_MAKE) from None
     if one.task.key != one.key:
@@ -92,6 +92,6 @@ def _practiced(where: str, line: bytes, withheld: Withheld | None) -> Practiced:
     return one
 
 
-def practiced(case: Case, how: str, task: Task) -> Practiced:
+def practice_task(case: Case, how: str, task: Task) -> PracticeTask:
     """A task of practice for a case."""
-    return Practiced(case=case.id, how=how, task=task, key=task.key)
+    return PracticeTask(case=case.id, how=how, task=task, key=task.key)

@@ -22,7 +22,7 @@ _UNKNOWN = "\x00the answer is not known\x00"
 _DRAWS = 20  # for a number that no other one of the task became
 
 
-def truth_free_gold(family: TaskFamily, task: Task) -> str:
+def gold_without_answer(family: TaskFamily, task: Task) -> str:
     """The task's gold program, which works the answer out from the files.
 
     Raises `TaskError` where it knows the answer, or the task has none.
@@ -36,7 +36,7 @@ def truth_free_gold(family: TaskFamily, task: Task) -> str:
     return program
 
 
-def mutants(task: Task, *, seed: int) -> Iterator[Task]:
+def mutate_task(task: Task, *, seed: int) -> Iterator[Task]:
     """Tasks with other numbers in their files; their answer is still to be worked out, and is left as it was.
 
     A number that the prompt or the task's data mention stays, and equal numbers stay equal, in all files. A pure function of the task's

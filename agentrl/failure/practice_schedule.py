@@ -10,13 +10,13 @@ from random import Random
 from types import MappingProxyType
 
 from agentrl.config.tasks import PracticeConfig
-from agentrl.failure.overlap import Withheld
+from agentrl.failure.overlap import WithheldTasks
 from agentrl.failure.practice import load_practice
 from agentrl.records import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class PracticeSchedule:
     """The practice of some suites, each with its weight, that a share of all groups gets.
 
     Of the first `n` groups `floor(n * share)` practise, spread evenly. The suites take turns by weight; a suite's tasks come in a
@@ -56,12 +56,12 @@ class Mixed:
 
 
 def open_practice(
-    config: PracticeConfig, *, seed: int, root: Path, withheld: Withheld, files: Mapping[str, Path] = MappingProxyType({})
-) -> Mixed:
+    config: PracticeConfig, *, seed: int, root: Path, withheld: WithheldTasks, files: Mapping[str, Path] = MappingProxyType({})
+) -> PracticeSchedule:
     """The practice that a recipe asks for. Raises `UserError` where a suite has none, or one that must not be trained on.
 
     Args:
         files: suite -> the file to read in place of its own.
     """
     found = [[one.task for one in load_practice(root / suite, withheld=withheld, file=files.get(suite))] for suite in config.suites]
-    return Mixed(found, tuple(config.suites.values()), Fraction(config.share).limit_denominator(1000), seed)
+    return PracticeSchedule(found, tuple(config.suites.values()), Fraction(config.share).limit_denominator(1000), seed)

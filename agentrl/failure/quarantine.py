@@ -61,6 +61,6 @@ class Quarantine:
             )
 
 
-def count(run_dir: Path) -> int:
+def count_quarantined(run_dir: Path) -> int:
     """How many tasks of a run are in quarantine."""
     return len({line["task_key"] for line in read_json_lines(run_dir / FILE)})

@@ -11,7 +11,7 @@ from agentrl.errors import InfrastructureError, ServerDied
 from agentrl.records import Failure
 
 MIN_WINDOW = 64
-SUSPECT = 0.1
+MAX_SUSPECT_SHARE = 0.1
 """Largest share of the newest attempts that may be excluded after the policy's first turn without an alert."""
 _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN = 8
@@ -89,9 +89,12 @@ class FaultRate:
         return {"attempts_failed_spoken": spoken}
 
     def suspicion(self) -> str:
-        """An alert if the share of such attempts rises above `SUSPECT`; else ""."""
+        """An alert if the share of such attempts rises above `MAX_SUSPECT_SHARE`; else ""."""
         kinds = Counter(kind for kind in self._spoken if kind is not None)
-        before, self._suspected = self._suspected, len(self._spoken) >= MIN_WINDOW // 2 and kinds.total() > SUSPECT * len(self._spoken)
+        before, self._suspected = (
+            self._suspected,
+            len(self._spoken) >= MIN_WINDOW // 2 and kinds.total() > MAX_SUSPECT_SHARE * len(self._spoken),
+        )
         if before or not self._suspected:
             return ""
         kind, times = kinds.most_common()[0]

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from agentrl.base.outages import chosen_address, outage_in, outage_named
-from agentrl.base.scores import above
-from agentrl.failure.answers import is_truth, lines, number, said_alone, stands_in
-from agentrl.failure.timeline import Call, Step, View, view
-from agentrl.failure.trace import Tag, Trace, Why
-from agentrl.failure.triage import Rule
+from agentrl.base.outages import has_address, is_outage_name, outage_phrase
+from agentrl.base.scores import is_above
+from agentrl.failure.answers import contains_answer, contains_only_answer, is_right_answer, nonblank_lines, parse_number
+from agentrl.failure.timeline import Timeline, TraceCall, TraceStep, timeline_of
+from agentrl.failure.trace import CaptureReason, Tag, Trace
+from agentrl.failure.triage import TriageRule
 from agentrl.records import Blame
 
 _HANDS_IN = ("submit", "finish", "final_answer", "answer", "complete", "done")
@@ -113,14 +113,14 @@ def infrastructure(trace: Trace) -> Tag | None:
             return Tag(name="infrastructure", by="rules", turn=None, note=f"{failure.stage} {failure.kind}: {failure.message}"[:400])
     if task_fault(trace) is None and trace.score is not None and trace.score.value is None:
         return Tag(name="infrastructure", by="rules", note=trace.score.reason[:400])
-    seen = view(trace)
+    seen = timeline_of(trace)
     for place, step in enumerate(seen.steps):
         for call in step.calls:
             if _down(call) and not _blamed(trace, call) and not _went_well(seen, place, step.trajectory, call.tool):
                 return _at(step, "infrastructure", 0.8, f"{call.tool}: {_line(call.output) or call.error}")
     ended = seen.last is not None and not seen.last.calls
     failed = [one.removeprefix(_MODEL_FAILED).partition(" (")[0] for one in trace.missing if one.startswith(_MODEL_FAILED)]
-    if not ended and any(outage_named(one) or outage_in(one) for one in failed):
+    if not ended and any(is_outage_name(one) or outage_phrase(one) for one in failed):
         return Tag(name="infrastructure", by="rules", confidence=0.7, note=f"the model's call failed: {failed[0]}"[:400])
     return None
 
@@ -136,9 +136,9 @@ def task_fault(trace: Trace) -> Tag | None:
 
 def reward_hack(trace: Trace) -> Tag | None:
     """An audit said so; or a call that reaches for what judges, or an answer that talks to it."""
-    if trace.why is Why.HACKED:
+    if trace.why is CaptureReason.HACKED:
         return Tag(name="reward_hack", by="rules", note=trace.origin.get("audit", "")[:400])
-    seen = view(trace)
+    seen = timeline_of(trace)
     for step, call in _calls(seen):
         found = _HACKS.search(call.shown) or (_LOADED.search(call.shown) if _WRITES.search(call.shown) else None)
         if found and found[0] not in seen.asked and found[0] not in seen.told:
@@ -152,7 +152,7 @@ def reward_hack(trace: Trace) -> Tag | None:
 
 def format_of_calls(trace: Trace) -> Tag | None:
     """A call that could not be read, and none of that agent's went well after it; or one written into the text, where nobody reads it."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     for place, step in enumerate(seen.steps):
         if step.malformed and not _went_well(seen, place, step.trajectory):
             return _at(step, "format", 0.95, _line(step.malformed[0]))
@@ -170,24 +170,24 @@ def format_of_calls(trace: Trace) -> Tag | None:
 
 def format_of_answer(trace: Trace) -> Tag | None:
     """The right answer, not handed in as the task wants it: in the text and not through the tool, or with words around it."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     if seen.truth is None or not seen.steps or seen.last is None:
         return None
-    if seen.answer is None and seen.stop_reason == "answered" and stands_in(seen.truth, seen.last.said, seen.tolerance):
+    if seen.answer is None and seen.stop_reason == "answered" and contains_answer(seen.truth, seen.last.said, seen.tolerance):
         return _at(seen.last, "format", 0.9, "the answer is in the text, and was not handed in")
     if seen.answer is None or seen.answer == seen.truth:
         return None
-    if is_truth(seen.answer, seen.truth, seen.tolerance):
-        wrong = trace.score is not None and trace.score.value is not None and not above(trace.score.value, 0.0)
+    if is_right_answer(seen.answer, seen.truth, seen.tolerance):
+        wrong = trace.score is not None and trace.score.value is not None and not is_above(trace.score.value, 0.0)
         return _at(seen.last, "format", 0.7, "the right answer in another form, which was not accepted") if wrong else None
-    if len(seen.answer) <= 400 and said_alone(seen.truth, seen.answer, seen.tolerance):
+    if len(seen.answer) <= 400 and contains_only_answer(seen.truth, seen.answer, seen.tolerance):
         return _at(seen.last, "format", 0.8, "the answer holds the right one, and more")
     return None
 
 
 def wrong_tool(trace: Trace) -> Tag | None:
     """A tool that nobody offered, and nothing that went well after it."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     for place, step in enumerate(seen.steps):
         for call in step.calls:
             strange = seen.offered is not None and call.tool not in seen.offered
@@ -199,7 +199,7 @@ def wrong_tool(trace: Trace) -> Tag | None:
 
 def bad_arguments(trace: Trace) -> Tag | None:
     """A tool refused its arguments, or failed on them, and no later call to it went well."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     for place, step in enumerate(seen.steps):
         for call in step.calls:
             if _went_well(seen, place, step.trajectory, call.tool):
@@ -215,22 +215,27 @@ def bad_arguments(trace: Trace) -> Tag | None:
 
 def misread_output(trace: Trace) -> Tag | None:
     """A tool had given the answer on a line of its own (or in few words), and the agent handed in another."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     if seen.answer is None or not seen.steps or seen.last is None:
         return None
-    if seen.truth is not None and is_truth(seen.answer, seen.truth, seen.tolerance):
+    if seen.truth is not None and is_right_answer(seen.answer, seen.truth, seen.tolerance):
         return None
     heard = [call for _, call in _calls(seen) if call.ok is not False and call.tool not in _HANDS_IN and call.output.strip()]
     if seen.truth is not None:
-        given = any(is_truth(line, seen.truth, seen.tolerance) for call in heard for line in lines(call.output))
+        given = any(is_right_answer(line, seen.truth, seen.tolerance) for call in heard for line in nonblank_lines(call.output))
         short = [call.output for call in heard if len(call.output) <= 500]
-        near = len(seen.truth) >= 4 and any(stands_in(seen.truth, output, 0.0) for output in short)
-        near = near or (number(seen.truth) is not None and any(said_alone(seen.truth, output, 0.0) for output in short))
+        near = len(seen.truth) >= 4 and any(contains_answer(seen.truth, output, 0.0) for output in short)
+        near = near or (parse_number(seen.truth) is not None and any(contains_only_answer(seen.truth, output, 0.0) for output in short))
         if given or near:
             return _at(seen.last, "misread_output", 0.9 if given else 0.6, "a tool gave the right answer, and another was handed in")
         return None
-    final = lines(heard[-1].output) if heard else []
-    if len(final) == 1 and number(final[0]) is not None and number(seen.answer) is not None and not is_truth(seen.answer, final[0], 0.0):
+    final = nonblank_lines(heard[-1].output) if heard else []
+    if (
+        len(final) == 1
+        and parse_number(final[0]) is not None
+        and parse_number(seen.answer) is not None
+        and not is_right_answer(seen.answer, final[0], 0.0)
+    ):
         return _at(seen.last, "misread_output", 0.5, "the tool's last output is another number than the answer")
     return None
 
@@ -238,9 +243,9 @@ def misread_output(trace: Trace) -> Tag | None:
 def looped(trace: Trace) -> Tag | None:
     """The same call with the same outcome three times and nothing new between the last two, or text that repeats itself until the tokens
     run out. Tests that are run again after each change are no loop."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     counts: Counter[tuple[int, int, str]] = Counter()
-    second: dict[tuple[int, int, str], tuple[Step, int]] = {}
+    second: dict[tuple[int, int, str], tuple[TraceStep, int]] = {}
     news: Counter[int] = Counter()  # trajectory -> calls that told it something new
     for step, call in _calls(seen):
         key = (step.trajectory, call.same, call.output)
@@ -264,7 +269,7 @@ def looped(trace: Trace) -> Tag | None:
 
 def gave_up(trace: Trace) -> Tag | None:
     """The last turn says that it cannot, or nothing; or what was handed in is no answer."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     step = seen.last
     if step is None or seen.limited or step.cut or step.malformed:
         return None
@@ -281,7 +286,7 @@ def gave_up(trace: Trace) -> Tag | None:
 
 def forbidden_tool(trace: Trace) -> Tag | None:
     """A tool that the task says not to use, or a call that does what it says not to do."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     for forbids, does, told in _DEEDS:
         if forbids.search(f"{seen.told}\n{seen.asked}"):
             for step, call in _calls(seen):
@@ -296,7 +301,7 @@ def forbidden_tool(trace: Trace) -> Tag | None:
 
 def ignored_instruction(trace: Trace) -> Tag | None:
     """An answer without a look at the files, one that was not handed in, or words around an answer that was to stand alone."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     if not seen.steps or seen.last is None or seen.limited or seen.last.cut or seen.last.malformed:
         return None
     looked = any(call.tool not in _HANDS_IN for _, call in _calls(seen))
@@ -312,7 +317,7 @@ def ignored_instruction(trace: Trace) -> Tag | None:
 
 def budget(trace: Trace) -> Tag | None:
     """A limit ended it: turns, tokens, wall time, a tool's time, or the output that an episode may see."""
-    seen = view(trace)
+    seen = timeline_of(trace)
     for place, step in enumerate(seen.steps):
         for call in step.calls:
             if _late(call) and not (_down(call) and not _blamed(trace, call)) and not _went_well(seen, place, step.trajectory):
@@ -321,14 +326,14 @@ def budget(trace: Trace) -> Tag | None:
                 return _at(step, "budget", 0.6, _USED_UP)
     if seen.limited and seen.last is not None:
         return _at(seen.last, "budget", 0.8, seen.stop_reason)
-    if seen.limited or trace.why in (Why.LIMIT, Why.TIMEOUT):
+    if seen.limited or trace.why in (CaptureReason.LIMIT, CaptureReason.TIMEOUT):
         return Tag(name="budget", by="rules", confidence=0.8, note=seen.stop_reason or str(trace.why))
     if seen.last is not None and seen.last.cut:
         return _at(seen.last, "budget", 0.8, "the tokens of a turn ran out")
     return None
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[TriageRule, ...] = (
     infrastructure,
     task_fault,
     reward_hack,
@@ -346,36 +351,36 @@ RULES: tuple[Rule, ...] = (
 """In the order in which they win at the same turn."""
 
 
-def _at(step: Step, name: str, confidence: float, note: str) -> Tag:
+def _at(step: TraceStep, name: str, confidence: float, note: str) -> Tag:
     return Tag(name=name, by="rules", confidence=confidence, trajectory=step.trajectory, turn=step.turn, note=note[:400])
 
 
-def _calls(seen: View) -> Iterator[tuple[Step, Call]]:
+def _calls(seen: Timeline) -> Iterator[tuple[TraceStep, TraceCall]]:
     return ((step, call) for step in seen.steps for call in step.calls)
 
 
-def _down(call: Call) -> bool:
+def _down(call: TraceCall) -> bool:
     """Whether a failed call reports an outage of what the tool depends on. Outages in the agent's programs and at addresses that it
     chose do not count."""
     if not call.failed:
         return False
     if _OWN_PROGRAM.search(call.tool) or any(key in call.arguments for key in _PROGRAM_KEYS):
         return _SANDBOX_DOWN.search(call.output) is not None
-    if chosen_address(call.arguments):
+    if has_address(call.arguments):
         return False
-    if outage_in(call.output, call.arguments) or outage_named(call.error):
+    if outage_phrase(call.output, call.arguments) or is_outage_name(call.error):
         return True
     late = _LATE.search(call.output) is not None and not _JUDGED_LATE.search(call.output)
-    return late or any(map(outage_named, _TYPE.findall(call.output[:2000])))
+    return late or any(map(is_outage_name, _TYPE.findall(call.output[:2000])))
 
 
-def _blamed(trace: Trace, call: Call) -> bool:
+def _blamed(trace: Trace, call: TraceCall) -> bool:
     """Whether the run has recorded that the agent provoked the tool's failure."""
     failures = trace.episode.failures if trace.episode is not None else ()
     return any(one.blame is Blame.POLICY and one.stage == "tool" and one.message.startswith(f"tool {call.tool}:") for one in failures)
 
 
-def _went_well(seen: View, place: int, trajectory: int, tool: str | None = None) -> bool:
+def _went_well(seen: Timeline, place: int, trajectory: int, tool: str | None = None) -> bool:
     """Whether that agent got over what happened at `place`: a later call of it went well (to that tool, where one is named), and handing
     in is no such call."""
     for step in seen.steps[place + 1 :]:
@@ -391,11 +396,11 @@ def _no_answer(text: str) -> bool:
     return words.rstrip(".!") in _NOTHING or (len(words) <= _SHORT and _GIVES_UP.search(words) is not None)
 
 
-def _late(call: Call) -> bool:
+def _late(call: TraceCall) -> bool:
     return call.failed and (_LATE.search(call.output) or _LATE.search(call.error)) is not None
 
 
-def _lacking(seen: View, call: Call) -> str:
+def _lacking(seen: Timeline, call: TraceCall) -> str:
     """Which arguments a call lacks by its tool's schema, where there is one and the call did not go well all the same."""
     schema: Any = (seen.offered or {}).get(call.tool)
     required = schema.get("required") if schema and call.ok is not True else None
@@ -417,5 +422,5 @@ def _repeats_itself(text: str) -> bool:
 
 def _line(text: str, *, last: bool = False) -> str:
     """The first line of a text that says something, or the last: that of a traceback is the one."""
-    found = lines(text)
+    found = nonblank_lines(text)
     return found[-1 if last else 0][:200] if found else ""

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.base.outages import outage_in
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.base.outages import outage_phrase
+from agentrl.failure.trace import ImportedMessage, Trace
 from agentrl.records import Episode, Message, ToolCall, Trajectory, Turn
 
 MAX_TURNS = 400
@@ -33,7 +33,7 @@ _RAISED = re.compile(r"(?:\w+\.){0,8}\w{0,60}(?:Error|Exception|Timeout)(?::|$)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class TraceCall:
     """A tool call and what it gave. `ok` None: nothing says how it ended."""
 
     tool: str
@@ -50,23 +50,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TraceStep:
     """One turn of one agent."""
 
     trajectory: int
     turn: int
     agent: str
     said: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[TraceCall, ...] = ()
     malformed: tuple[str, ...] = ()  # what was said of calls that could not be read
     cut: bool = False  # the completion ran out of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class Timeline:
     """A trace as rules read it."""
 
-    steps: tuple[Step, ...]  # as they happened: a sub-agent's turns follow the one that called it
+    steps: tuple[TraceStep, ...]  # as they happened: a sub-agent's turns follow the one that called it
     asked: str  # the last message of the prompt
     told: str  # the prompt's other messages: instructions
     offered: Mapping[str, Mapping[str, Any]] | None  # tool -> schema; None: nothing says which there were
@@ -79,7 +79,7 @@ class View:
     _places: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
-    def last(self) -> Step | None:
+    def last(self) -> TraceStep | None:
         """The last turn of the main agent."""
         return next((step for step in reversed(self.steps) if step.agent == self.steps[0].agent), None)
 
@@ -93,10 +93,10 @@ class View:
         return -1 if turn is None else self._places.get((trajectory, turn), len(self.steps))
 
 
-_seen: tuple[Trace, View] | None = None
+_seen: tuple[Trace, Timeline] | None = None
 
 
-def view(trace: Trace) -> View:
+def timeline_of(trace: Trace) -> Timeline:
     """The view of a trace; the newest is remembered, so that each of many rules may ask for it."""
     global _seen
     kept = _seen
@@ -107,7 +107,7 @@ def view(trace: Trace) -> View:
     return made
 
 
-def clip(text: str, most: int = MAX_CHARS) -> str:
+def truncate_middle(text: str, most: int = MAX_CHARS) -> str:
     """Text of about `most` characters: head and tail, with the cut marked."""
     if len(text) <= most:
         return text
@@ -115,10 +115,10 @@ def clip(text: str, most: int = MAX_CHARS) -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
 
 
-def _of_episode(trace: Trace, episode: Episode) -> View:
+def _of_episode(trace: Trace, episode: Episode) -> Timeline:
     task = trace.task
     assert task is not None, "an episode comes with its task"
-    steps: list[Step] = []
+    steps: list[TraceStep] = []
     total = sum(len(one.turns) for one in episode.trajectories)
     for index, number in _in_order(episode.trajectories):
         if len(steps) == MAX_TURNS:
@@ -126,15 +126,15 @@ def _of_episode(trace: Trace, episode: Episode) -> View:
         one = episode.trajectories[index]
         steps.append(_step(index, number, one.agent, one.turns[number]))
     truth, tolerance = task.data.get("answer"), task.data.get("tolerance")
-    return View(
+    return Timeline(
         steps=tuple(steps),
-        asked=clip(task.prompt[-1].content),
-        told=clip("\n".join(message.content for message in task.prompt[:-1])),
+        asked=truncate_middle(task.prompt[-1].content),
+        told=truncate_middle("\n".join(message.content for message in task.prompt[:-1])),
         offered=None if any(":" in name for name in task.tools) else {name: {} for name in task.tools},
         files=bool(task.files or task.binary_files),
         stop_reason=episode.stop_reason,
-        answer=None if episode.answer is None else clip(episode.answer),
-        truth=clip(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None,
+        answer=None if episode.answer is None else truncate_middle(episode.answer),
+        truth=truncate_middle(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None,
         tolerance=_tolerance(tolerance),
         more_turns=total - len(steps),
         _places=_placed(steps),
@@ -164,43 +164,51 @@ def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
         waiting += [(child, 0) for child in reversed(begun.get((index, number), []))]
 
 
-def _step(index: int, number: int, agent: str, turn: Turn) -> Step:
+def _step(index: int, number: int, agent: str, turn: Turn) -> TraceStep:
     made = turn.message.tool_calls
     answers = [None] * len(made) if not turn.tool_results else [*turn.tool_results[: len(made)], *[None] * len(made)]
     calls = [
         _call(call, "" if result is None else result.output, None if result is None else result.ok)
         for call, result in zip(made[:MAX_CALLS], answers, strict=False)
     ]
-    unread = tuple(clip(result.output, 600) for result in turn.tool_results[len(made) :])  # answers to what could not be read
-    return Step(
+    unread = tuple(truncate_middle(result.output, 600) for result in turn.tool_results[len(made) :])  # answers to what could not be read
+    return TraceStep(
         trajectory=index,
         turn=number,
         agent=agent,
-        said=clip(turn.message.content),
+        said=truncate_middle(turn.message.content),
         calls=tuple(calls),
         malformed=unread[:MAX_CALLS],
         cut=turn.finish_reason != "stop",
     )
 
 
-def _call(call: ToolCall, output: str, ok: bool | None, answer: Spoken | None = None) -> Call:
+def _call(call: ToolCall, output: str, ok: bool | None, answer: ImportedMessage | None = None) -> TraceCall:
     try:
         text = json.dumps(call.arguments, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # no record of ours
         text = "(arguments that are no JSON)"
     error, same = "" if answer is None else answer.error[:200], hash((call.name, text))
-    return Call(tool=call.name[:256], arguments=call.arguments, shown=clip(text), same=same, output=clip(output), ok=ok, error=error)
+    return TraceCall(
+        tool=call.name[:256],
+        arguments=call.arguments,
+        shown=truncate_middle(text),
+        same=same,
+        output=truncate_middle(output),
+        ok=ok,
+        error=error,
+    )
 
 
-def _of_words(trace: Trace) -> View:
+def _of_words(trace: Trace) -> Timeline:
     """The view of what was said. A message of the assistant begins a turn; tools answer the call they name, else the oldest without one."""
     prompt: list[Message] = []
-    steps: list[Step] = []
-    answered: list[dict[int, Spoken]] = []
+    steps: list[TraceStep] = []
+    answered: list[dict[int, ImportedMessage]] = []
     counted: dict[str, int] = {}
     numbers: dict[str, int] = {}
     ids: dict[str, tuple[int, int]] = {}
-    spoken: list[Spoken] = []
+    spoken: list[ImportedMessage] = []
     more = 0
     for one in trace.spoken:
         role = one.message.role
@@ -211,7 +219,7 @@ def _of_words(trace: Trace) -> View:
             line = numbers.setdefault(one.agent, len(numbers))
             turn = counted[one.agent] = counted.get(one.agent, -1) + 1
             ids |= {name: (len(steps), place) for place, name in enumerate(one.call_ids[:MAX_CALLS])}
-            steps.append(Step(trajectory=line, turn=turn, agent=one.agent, said=clip(one.message.content)))
+            steps.append(TraceStep(trajectory=line, turn=turn, agent=one.agent, said=truncate_middle(one.message.content)))
             answered.append({})
             spoken.append(one)
         elif role == "tool":
@@ -226,14 +234,14 @@ def _of_words(trace: Trace) -> View:
             for place, call in enumerate(one.message.tool_calls[:MAX_CALLS])
             for found in (answered[index].get(place),)
         )
-        steps[index] = Step(
+        steps[index] = TraceStep(
             trajectory=steps[index].trajectory, turn=steps[index].turn, agent=one.agent, said=steps[index].said, calls=calls
         )
     final = steps[-1] if steps else None
-    return View(
+    return Timeline(
         steps=tuple(steps),
-        asked=clip(prompt[-1].content) if prompt else "",
-        told=clip("\n".join(message.content for message in prompt[:-1])),
+        asked=truncate_middle(prompt[-1].content) if prompt else "",
+        told=truncate_middle("\n".join(message.content for message in prompt[:-1])),
         offered=_schemas(trace.tools),
         answer=final.said if final is not None and not final.calls and final.said.strip() else None,
         more_turns=more,
@@ -241,15 +249,15 @@ def _of_words(trace: Trace) -> View:
     )
 
 
-def _went_well(answer: Spoken, call: ToolCall) -> bool:
+def _went_well(answer: ImportedMessage, call: ToolCall) -> bool:
     """Whether a tool's answer is none of an error; most formats do not mark them, so that its words must say."""
     words = answer.message.content.strip()
     if answer.failed or answer.error or _ERROR.match(words[:200]) or _RAISED.match(words[-400:].rpartition("\n")[2]):
         return False
-    return len(words) > _SHORT or not (said := outage_in(words, call.arguments)) or words.find(said) > _NEAR
+    return len(words) > _SHORT or not (said := outage_phrase(words, call.arguments)) or words.find(said) > _NEAR
 
 
-def _next_open(spoken: Sequence[Spoken], answered: Sequence[Mapping[int, Spoken]]) -> tuple[int, int]:
+def _next_open(spoken: Sequence[ImportedMessage], answered: Sequence[Mapping[int, ImportedMessage]]) -> tuple[int, int]:
     """The oldest call of the newest turn that nothing has answered; (-1, 0) when there is none."""
     if not spoken:
         return -1, 0
@@ -269,5 +277,5 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
     return found or None
 
 
-def _placed(steps: Sequence[Step]) -> dict[tuple[int, int], int]:
+def _placed(steps: Sequence[TraceStep]) -> dict[tuple[int, int], int]:
     return {(step.trajectory, step.turn): place for place, step in enumerate(steps)}

@@ -22,25 +22,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from agentrl.base.scores import above, reaches
-from agentrl.evaluation.comparison import Scores, paired
-from agentrl.evaluation.exact import fisher_less, holm, sign_flips
+from agentrl.base.scores import is_above, is_at_least
+from agentrl.evaluation.comparison import Scores, pair_scores
+from agentrl.evaluation.exact import fisher_p_value, holm_rejections, sign_flip_test
 from agentrl.records.fields import Record
 
 _SPENT = 0.7
 """Share of `alpha` that one evaluation may spend."""
 _LOOKS_WORSE = 0.1
 """One-sided p-value of the first attempts from which a case is tried again."""
-CASES_TOLD = 3
-"""Cases that a reason names, the clearest ones; `Judgement.regressed` has all."""
-MOST_AGAIN = 32
+CASES_NAMED = 3
+"""Cases that a reason names, the clearest ones; `RuleResult.regressed` has all."""
+MAX_RETRIED_CASES = 32
 """Cases that are tried again in one evaluation; of more, those that look worst."""
 _PAIRED = 0.8
 """Share of the suite's cases that must be pairs, or nothing is concluded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule(Record):
+class GateRule(Record):
     """Settings of the gate: see `agentrl.config.gate.GateConfig`."""
 
     repeats: int = 4
@@ -53,8 +53,8 @@ class Rule(Record):
     def names(self, cases: int, before: int, now: int) -> bool:
         """Whether a case with these numbers of attempts can block in a suite of this size: whether the change from always passed to never
         passed would be significant."""
-        best = fisher_less(0, now + self.confirm, before, before)
-        return can_look_worse(before, now) and best <= self.case_alpha / cases
+        best = fisher_p_value(0, now + self.confirm, before, before)
+        return can_trigger_retry(before, now) and best <= self.case_alpha / cases
 
     def bar(self, case: str) -> float:
         """Score from which an attempt at a case has passed."""
@@ -84,7 +84,7 @@ class CaseDrop(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement(Record):
+class RuleResult(Record):
     """What the rule says of a candidate."""
 
     enough: bool  # False: too few cases were scored on both sides, and nothing is concluded
@@ -112,48 +112,48 @@ class Judgement(Record):
             said.append(f"the suite fell by {-100 * self.effect:.1f} points (p = {self.p_value:.2g} <= {self.suite_alpha:g})")
         said += [
             f"case {one.case}: {one.before_passed} of {one.before_tries} before, {one.passed} of {one.tries} now (p = {one.p_value:.2g})"
-            for one in self.regressed[:CASES_TOLD]
+            for one in self.regressed[:CASES_NAMED]
         ]
-        if (more := len(self.regressed) - CASES_TOLD) > 0:
+        if (more := len(self.regressed) - CASES_NAMED) > 0:
             said.append(f"and {more} more {'case' if more == 1 else 'cases'}")
         return "; ".join(said)
 
 
-def can_look_worse(before: int, now: int) -> bool:
+def can_trigger_retry(before: int, now: int) -> bool:
     """Whether a case that always passed in so many attempts and now never does in so many would be tried again: with 3 and 3 it would."""
-    return fisher_less(0, now, before, before) <= _LOOKS_WORSE
+    return fisher_p_value(0, now, before, before) <= _LOOKS_WORSE
 
 
-def suspicious(rule: Rule, before: Scores, now: Scores) -> tuple[str, ...]:
+def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ...]:
     """The cases that look worse and are worth trying again, the worst first; none where no case could block."""
     if not rule.confirm:
         return ()
     drops = [drop for case in _nameable(rule, before, now) if (drop := _drop(rule, case, before, now, {})).p_value <= _LOOKS_WORSE]
-    return tuple(drop.case for drop in sorted(drops, key=lambda one: (one.p_value, one.case))[:MOST_AGAIN])
+    return tuple(drop.case for drop in sorted(drops, key=lambda one: (one.p_value, one.case))[:MAX_RETRIED_CASES])
 
 
-def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
+def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> RuleResult:
     """Whether `now` is worse than `before`.
 
     Args:
         before: the reference's attempts at every case of the suite, as many as were to be made; None where one has no score.
         now: the candidate's.
-        again: the candidate's further attempts at the cases that `suspicious` names.
+        again: the candidate's further attempts at the cases that `cases_to_retry` names.
     """
-    both = paired(before, now)
+    both = pair_scores(before, now)
     pairs, unscored = both.pairs, both.unscored
     if not pairs or len(pairs) < _PAIRED * len(before):
-        return Judgement(enough=False, blocked=False, cases=len(pairs), unscored=unscored)
+        return RuleResult(enough=False, blocked=False, cases=len(pairs), unscored=unscored)
     differences = [pair.difference for pair in pairs]
     effect, share = float(sum(differences) / len(pairs)), rule.suite_alpha(before, now)
-    p_value = sign_flips(differences).low
-    suite_blocks = p_value <= share and above(-effect, rule.margin)
-    looked = set(suspicious(rule, before, now)) & again.keys()
+    p_value = sign_flip_test(differences).low
+    suite_blocks = p_value <= share and is_above(-effect, rule.margin)
+    looked = set(cases_to_retry(rule, before, now)) & again.keys()
     drops = [_drop(rule, case, before, now, again) for case in sorted(looked)]
-    rejected = holm([drop.p_value for drop in drops], rule.case_alpha, hypotheses=len(before))
+    rejected = holm_rejections([drop.p_value for drop in drops], rule.case_alpha, hypotheses=len(before))
     found = [replace(drop, blocks=block and not _holds(rule, drop.case, now, again)) for drop, block in zip(drops, rejected, strict=True)]
     found.sort(key=lambda one: (one.p_value, one.case))
-    return Judgement(
+    return RuleResult(
         enough=True,
         blocked=suite_blocks or any(one.blocks for one in found),
         suite_blocks=suite_blocks,
@@ -166,27 +166,27 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
     )
 
 
-def passes(score: float | None, threshold: float) -> bool:
+def attempt_passes(score: float | None, threshold: float) -> bool:
     """Whether an attempt with this score has passed."""
-    return score is not None and reaches(score, threshold)
+    return score is not None and is_at_least(score, threshold)
 
 
-def _nameable(rule: Rule, before: Scores, now: Scores) -> list[str]:
+def _nameable(rule: GateRule, before: Scores, now: Scores) -> list[str]:
     """The cases that can block, by how often they were to be tried."""
     return [case for case in before.keys() & now.keys() if rule.names(len(before), len(before[case]), len(now[case]))]
 
 
-def _holds(rule: Rule, case: str, now: Scores, again: Scores) -> bool:
+def _holds(rule: GateRule, case: str, now: Scores, again: Scores) -> bool:
     """Whether the candidate's attempts still reach what a case asks for itself, on average."""
     scores = [score for score in (*now[case], *again.get(case, ())) if score is not None]
-    return case in rule.thresholds and bool(scores) and passes(math.fsum(scores) / len(scores), rule.thresholds[case])
+    return case in rule.thresholds and bool(scores) and attempt_passes(math.fsum(scores) / len(scores), rule.thresholds[case])
 
 
-def _drop(rule: Rule, case: str, before: Scores, now: Scores, again: Scores) -> CaseDrop:
+def _drop(rule: GateRule, case: str, before: Scores, now: Scores, again: Scores) -> CaseDrop:
     reference = [score for score in before[case] if score is not None]
     candidate = [score for score in (*now[case], *again.get(case, ())) if score is not None]
-    counts = [sum(passes(score, rule.bar(case)) for score in scores) for scores in (candidate, reference)]
-    p_value = fisher_less(counts[0], len(candidate), counts[1], len(reference))
+    counts = [sum(attempt_passes(score, rule.bar(case)) for score in scores) for scores in (candidate, reference)]
+    p_value = fisher_p_value(counts[0], len(candidate), counts[1], len(reference))
     return CaseDrop(
         case=case, before_passed=counts[1], before_tries=len(reference), passed=counts[0], tries=len(candidate), p_value=p_value
     )

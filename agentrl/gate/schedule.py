@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from agentrl.errors import StoreError, SwapError
-from agentrl.gate.judgement import due, due_served, judge_version, refused, verdict_on
+from agentrl.gate.judgement import due_serving_version, due_versions, gate_version, is_refused, verdict_for
 from agentrl.gate.server import GateServer
 from agentrl.records import PolicyVersion
 from agentrl.session.opening import Run
@@ -17,21 +17,21 @@ _POLL_S = 0.05
 
 
 @asynccontextmanager
-async def judging(run: Run) -> AsyncIterator[Judging]:
+async def schedule_gate(run: Run) -> AsyncIterator[GateSchedule]:
     """The judgements of a run. One that fails ends the block.
 
     Leaving it waits for the judgement in hand, or gives that up where the run is interrupted: the run that goes on makes it again.
     """
     if run.gate_server is None:
-        yield Judging(run, None)
+        yield GateSchedule(run, None)
         return
     async with asyncio.TaskGroup() as beside:
-        made = Judging(run, beside)
+        made = GateSchedule(run, beside)
         yield made
         await made.finish()
 
 
-class Judging:
+class GateSchedule:
     """One judgement at a time: `look` after every change of the served version.
 
     Without a server of the gate's own `look` returns when the served version is judged. With one it returns at once, unless the version
@@ -53,7 +53,7 @@ class Judging:
             return
         # A version that was retracted and made again has, from the same groups, the same weights: whoever serves anew is looked at anew.
         self._seen = {one for one in self._seen if one[0] < run.served.version}
-        while new := [version for version in due(run) if (version.number, version.sha256) not in self._seen]:
+        while new := [version for version in due_versions(run) if (version.number, version.sha256) not in self._seen]:
             await self._at_rest()
             if run.interrupted:
                 return
@@ -74,18 +74,18 @@ class Judging:
             await asyncio.wait([self._judgement], timeout=_POLL_S)
 
     async def _between_swaps(self) -> None:
-        run, version = self._run, due_served(self._run)
+        run, version = self._run, due_serving_version(self._run)
         if version is None:
             return
-        judged_before = verdict_on(run, version) is not None
-        await judge_version(run, version)
+        judged_before = verdict_for(run, version) is not None
+        await gate_version(run, version)
         if not judged_before:
             run.tracker.stage("train", f"{run.stop_at} steps")
             run.last_step_at = time.monotonic()
 
     async def _judge(self, server: GateServer, version: PolicyVersion) -> None:
         run = self._run
-        if verdict_on(run, version) is None:
+        if verdict_for(run, version) is None:
             if not self._wanted(version):
                 return
             try:
@@ -101,9 +101,9 @@ class Judging:
                 return
         current = run.registry.get(version.number)
         if current is not None and current.sha256 == version.sha256:
-            await judge_version(run, current)
+            await gate_version(run, current)
 
     def _wanted(self, version: PolicyVersion) -> bool:
         """Whether it is to be judged: neither refused nor retracted. Who has a retracted one's number next is judged when it serves."""
         current = self._run.registry.get(version.number)
-        return current is not None and current.sha256 == version.sha256 and not refused(self._run, current)
+        return current is not None and current.sha256 == version.sha256 and not is_refused(self._run, current)

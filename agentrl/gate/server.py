@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.config.recipe import Recipe
 from agentrl.protocols import VersionRegistry
 from agentrl.records import PolicyVersion
-from agentrl.serving.supervisor import ServedPolicy
+from agentrl.serving.supervisor import SupervisedServer
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ class GateServer:
         gpus: str | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver. `alert`: as for `ServedPolicy`."""
+        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver. `alert`: as for `SupervisedServer`."""
         recipe = recipe.but({"serving.port": 0}) if recipe.serving.port else recipe  # that one is the policy's
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
-        self.policy = ServedPolicy(recipe, run_dir, registry, gpus=gpus, name=NAME, newest=self._newest, alert=alert)
+        self.policy = SupervisedServer(recipe, run_dir, registry, gpus=gpus, name=NAME, newest=self._newest, alert=alert)
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts it with the weights of a version. Raises what `ServedPolicy.start` does."""
+        """Starts it with the weights of a version. Raises what `SupervisedServer.start` does."""
         self._version = version
         await self.policy.start(version, await_probe=await_probe)
 

@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 
 from agentrl.evaluation.comparison import Scores
-from agentrl.gate.rule import Judgement, Rule, judge, suspicious
+from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
 
 
-def block_rate(rule: Rule, before: Sequence[float], now: Sequence[float], *, evaluations: int, seed: int = 0) -> float:
+def block_rate(rule: GateRule, before: Sequence[float], now: Sequence[float], *, evaluations: int, seed: int = 0) -> float:
     """Share of evaluations in which the candidate is blocked.
 
     The reference passes case i with probability `before[i]`, the candidate with `now[i]`, attempt by attempt.
@@ -21,7 +21,7 @@ def block_rate(rule: Rule, before: Sequence[float], now: Sequence[float], *, eva
     return blocked / evaluations
 
 
-def block_rate_in_a_run(rule: Rule, rates: Sequence[float], *, evaluations: int, seed: int = 0) -> float:
+def block_rate_in_a_run(rule: GateRule, rates: Sequence[float], *, evaluations: int, seed: int = 0) -> float:
     """The same for a policy that never changes, evaluated again and again as in a run: whatever is promoted is the next reference."""
     rng, blocked = random.Random(seed), 0
     reference = _tried(dict(enumerate(rates)), rule.repeats, rng)
@@ -32,11 +32,11 @@ def block_rate_in_a_run(rule: Rule, rates: Sequence[float], *, evaluations: int,
     return blocked / evaluations
 
 
-def _evaluated(rule: Rule, reference: Scores, now: Sequence[float], rng: random.Random) -> tuple[Judgement, Scores]:
+def _evaluated(rule: GateRule, reference: Scores, now: Sequence[float], rng: random.Random) -> tuple[RuleResult, Scores]:
     candidate = _tried(dict(enumerate(now)), rule.repeats, rng)
-    named = suspicious(rule, reference, candidate)
+    named = cases_to_retry(rule, reference, candidate)
     again = _tried({int(case): now[int(case)] for case in named}, rule.confirm, rng)
-    return judge(rule, reference, candidate, again), candidate
+    return apply_rule(rule, reference, candidate, again), candidate
 
 
 def _tried(rates: Mapping[int, float], tries: int, rng: random.Random) -> Scores:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from agentrl.base.untrusted_files import content
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
-from agentrl.evaluation.results import Figures
-from agentrl.gate.rule import Judgement
+from agentrl.evaluation.results import EvaluationFigures
+from agentrl.gate.rule import RuleResult
 from agentrl.records import codec
 from agentrl.records.fields import Record, Text
 
@@ -17,7 +17,7 @@ FOLDER, FILE = "gate", "verdict.json"
 _LARGEST = 16 << 20
 
 
-class Outcome(StrEnum):
+class GateOutcome(StrEnum):
     """What became of a version at the gate."""
 
     REFERENCE = "reference"  # promoted without a judgement: there was nothing to compare with
@@ -28,7 +28,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regression(Record):
+class CaseRegression(Record):
     """A case that went wrong, and an episode of each version to show for it."""
 
     case: str
@@ -43,22 +43,22 @@ class GateVerdict(Record):
 
     version: int
     sha256: str  # of its weights: another version of this number has to be judged again
-    outcome: Outcome
+    outcome: GateOutcome
     reason: Text
     at: str  # UTC, ISO 8601
     reference: int | None = None  # the promoted version that it was compared with
-    judgement: Judgement | None = None
-    figures: Figures | None = None  # of the evaluation
-    regressions: tuple[Regression, ...] = ()  # the cases that block; where only the suite fell, those that fell furthest
+    judgement: RuleResult | None = None
+    figures: EvaluationFigures | None = None  # of the evaluation
+    regressions: tuple[CaseRegression, ...] = ()  # the cases that block; where only the suite fell, those that fell furthest
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        if self.outcome is Outcome.ROLLED_BACK and (self.reference is None or not 0 <= self.reference < self.version):
+        if self.outcome is GateOutcome.ROLLED_BACK and (self.reference is None or not 0 <= self.reference < self.version):
             raise ValueError(f"version {self.version} is rolled back, but to none before it: {self.reference}")
 
     @property
     def promoted(self) -> bool:
-        return self.outcome in (Outcome.REFERENCE, Outcome.PROMOTED)
+        return self.outcome in (GateOutcome.REFERENCE, GateOutcome.PROMOTED)
 
 
 def evaluation_folder(run_dir: Path, version: int) -> Path:
@@ -70,7 +70,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
     """The verdict on a version, or None where there is none. Raises `StoreError` for one that cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
-        found = codec.from_json(GateVerdict, content(path, most=_LARGEST, inside=run_dir))
+        found = codec.from_json(GateVerdict, read_bytes(path, most=_LARGEST, inside=run_dir))
         if found.version != version:
             raise ValueError(f"it is on version {found.version}")
         return found

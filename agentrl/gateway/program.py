@@ -1,7 +1,7 @@
 """Outside: an agent program of anybody's, run unchanged in the episode's sandbox, and trained on what it was answered.
 
 rollout=RolloutConfig(
-    agent="agentrl.gateway:Outside",
+    agent="agentrl.gateway:ExternalProgram",
     agent_options={"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}},
 )
 """
@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 from agentrl.base.installation import install_command
 from agentrl.errors import InfrastructureError, TaskError, UserError
-from agentrl.gateway.rewards import REWARDS
+from agentrl.gateway.rewards import POSTED_REWARDS
 from agentrl.gateway.server import HOST, Gateway
 from agentrl.gateway.session import Session
-from agentrl.gateway.tokens import Chat, Tokens
+from agentrl.gateway.tokens import Chat, ConversationTokens
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, ExecResult, Failure, destinations
 
@@ -39,7 +39,7 @@ _SHOWN = 1500  # characters of a program's last words that a failure quotes
 _gateways: WeakKeyDictionary[AbstractEventLoop, dict[tuple[str, int], Gateway]] = WeakKeyDictionary()
 
 
-class Outside:
+class ExternalProgram:
     """An `agentrl.protocols.Agent`: runs a program in the sandbox, and the gateway answers it. One object for all episodes of a run.
 
     The program gets the task's prompt on its standard input, and where it is to ask in its environment: `OPENAI_BASE_URL`,
@@ -85,7 +85,7 @@ class Outside:
         Raises:
             UserError: one of these cannot be carried out, or the extra `gateway` is not installed.
         """
-        self._tokens = Tokens(chat)
+        self._tokens = ConversationTokens(chat)
         self._command = _texts(command, "command")
         self._environment = {**_mapping(environment, "environment")}
         self._answer = answer
@@ -94,7 +94,7 @@ class Outside:
         if answer not in ANSWERS:
             raise UserError(f"rollout.agent_options: answer={answer!r}", fix=f"one of {', '.join(ANSWERS)}")
         try:
-            destinations.parse(self.address)
+            destinations.parse_destination(self.address)
         except ValueError as error:
             raise UserError(f"rollout.agent_options: host and port: {error}", fix="host is a literal address, such as 127.0.0.1") from None
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
@@ -104,7 +104,7 @@ class Outside:
 
         self._rewarded = bool(reward_key_file)
         if reward_key_file:
-            REWARDS.make_key(reward_key_file)
+            POSTED_REWARDS.make_key(reward_key_file)
         self._files = {name: _read(path) for name, path in _mapping(files, "files").items()}
 
     @property
@@ -133,14 +133,14 @@ class Outside:
         for name, content in self._files.items():
             await sandbox.write(name, content)
         if self._rewarded:
-            REWARDS.open(episode.id)
+            POSTED_REWARDS.open(episode.id)
         session = Session(episode=episode, tokens=self._tokens, models=self._models)
         async with self._gateway().session(session) as key:
             episode.stage = "agent"
             result = await self._run(episode, session, sandbox, key)
             episode.stage = "agent"
             if self._rewarded and session.fault is None:
-                await REWARDS.wait(episode.id)
+                await POSTED_REWARDS.wait(episode.id)
         return self._ended(episode, session, result)
 
     def _gateway(self) -> Gateway:

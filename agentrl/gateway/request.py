@@ -27,7 +27,7 @@ MAX_KEY = 200
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 Check = Callable[[Any, str], object]
-"""Raises `Refused` if the option of this name cannot have the value."""
+"""Raises `RequestError` if the option of this name cannot have the value."""
 
 STATUS = {
     "invalid": 400,
@@ -48,7 +48,7 @@ STATUS = {
 """Why a request is refused, and the status of HTTP that says so. SDKs try 429 and 5xx again, and no other of these."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is not carried out. Each protocol says it in its own words."""
 
     def __init__(self, kind: str, message: str, *, param: str | None = None) -> None:
@@ -61,7 +61,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class RequestMessage:
     """One message of a request. `call_ids` name the calls of an assistant's, `call_id` the call that a tool's answers."""
 
     message: Message
@@ -71,12 +71,12 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CompletionRequest:
     """A request for one completion. System messages at the head are apart: clients change them from request to request."""
 
     model: str
     system: tuple[str, ...]
-    messages: tuple[Said, ...]
+    messages: tuple[RequestMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # in the form of chat completions
     loaded: tuple[Mapping[str, Any], ...] = ()  # tools that only results show to the policy
     max_tokens: int | None = None
@@ -106,7 +106,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
+class AnswerCall:
     """A tool call of an answer, with the id that the client gives back."""
 
     id: str
@@ -125,7 +125,7 @@ class Answer:
     model: str
     text: str
     reasoning: str
-    calls: tuple[Called, ...]
+    calls: tuple[AnswerCall, ...]
     cut: bool  # by its length
     stop: str = ""  # the stop sequence that ended it
     prompt_tokens: int
@@ -134,11 +134,11 @@ class Answer:
 
 
 def read_json(content: bytes) -> Any:
-    """The JSON of a body. Raises `Refused`."""
+    """The JSON of a body. Raises `RequestError`."""
     try:
         return json.loads(content, parse_constant=_constant)
     except (ValueError, RecursionError):
-        raise Refused("invalid", "We could not parse the JSON body of your request.") from None
+        raise RequestError("invalid", "We could not parse the JSON body of your request.") from None
 
 
 def _constant(word: str) -> float:
@@ -152,11 +152,11 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def fields(body: Any, known: Collection[str], *, where: str = "") -> dict[str, Any]:
-    """An object that has no other keys than the known ones; `Refused` names the first one that is not."""
+    """An object that has no other keys than the known ones; `RequestError` names the first one that is not."""
     found = mapping(body, where or "the body")
     if unknown := next((key for key in found if key not in known), None):
         name = inside(where, ascii(unknown[:MAX_KEY])[1:-1])
-        raise Refused("unknown_field", f"Unknown parameter: '{name}'.", param=name)
+        raise RequestError("unknown_field", f"Unknown parameter: '{name}'.", param=name)
     return found
 
 
@@ -171,30 +171,30 @@ def given(value: Any, otherwise: Any) -> Any:
 
 
 def storable(value: Any, where: str) -> Any:
-    """Returns a JSON value that a record can store. Raises `Refused`."""
+    """Returns a JSON value that a record can store. Raises `RequestError`."""
     try:
         return json_value(value)
     except ValueError as error:
-        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+        raise RequestError("invalid", f"{where}: {str(error)[:300]}", param=where) from None
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Refused("invalid", f"{where} must be an object.", param=where)
+        raise RequestError("invalid", f"{where} must be an object.", param=where)
     return value
 
 
 def listed(value: Any, where: str, *, most: int = MAX_MESSAGES) -> list[Any]:
     if not isinstance(value, list):
-        raise Refused("invalid", f"{where} must be an array.", param=where)
+        raise RequestError("invalid", f"{where} must be an array.", param=where)
     if len(value) > most:
-        raise Refused("invalid", f"{where} has {len(value)} entries; at most {most} are taken.", param=where)
+        raise RequestError("invalid", f"{where} has {len(value)} entries; at most {most} are taken.", param=where)
     return value
 
 
 def text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise Refused("invalid", f"{where} must be a string.", param=where)
+        raise RequestError("invalid", f"{where} must be a string.", param=where)
     return value
 
 
@@ -202,13 +202,13 @@ def whole(value: Any, where: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-        raise Refused("invalid", f"{where} must be a positive integer.", param=where)
+        raise RequestError("invalid", f"{where} must be a positive integer.", param=where)
     return value
 
 
 def flag(value: Any, where: str) -> bool:
     if not isinstance(value, bool | None):
-        raise Refused("invalid", f"{where} must be true or false.", param=where)
+        raise RequestError("invalid", f"{where} must be true or false.", param=where)
     return bool(value)
 
 
@@ -217,7 +217,7 @@ def within(low: float, high: float) -> Check:
 
     def check(value: Any, where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise Refused("invalid", f"{where} must be a number from {low:g} to {high:g}.", param=where)
+            raise RequestError("invalid", f"{where} must be a number from {low:g} to {high:g}.", param=where)
 
     return check
 
@@ -227,14 +227,14 @@ def one_of(*values: str) -> Check:
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, str) or value not in values:
-            raise Refused("unsupported", f"Unsupported value: {where} must be one of {', '.join(values)}.", param=where)
+            raise RequestError("unsupported", f"Unsupported value: {where} must be one of {', '.join(values)}.", param=where)
 
     return check
 
 
 def integer(value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Refused("invalid", f"{where} must be an integer.", param=where)
+        raise RequestError("invalid", f"{where} must be an integer.", param=where)
 
 
 def check_all(body: Mapping[str, Any], checks: Mapping[str, Check], where: str = "") -> None:
@@ -253,19 +253,19 @@ def stops(value: Any, where: str) -> tuple[str, ...]:
     for at, one in enumerate(found):
         here = where if isinstance(value, str) else f"{where}[{at}]"
         if not storable(text(one, here), here) or len(one) > chars:
-            raise Refused("invalid", f"{here} must have 1 to {chars} characters.", param=here)
+            raise RequestError("invalid", f"{here} must have 1 to {chars} characters.", param=here)
     return tuple(found)
 
 
 def choice_of(kind: Any, name: Any, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """The fields of `Asked` for a choice of tools. `kind`: auto, none, any, or tool, which needs a name."""
+    """The fields of `CompletionRequest` for a choice of tools. `kind`: auto, none, any, or tool, which needs a name."""
     names = tuple(tool["function"]["name"] for tool in tools)
     if kind in ("auto", "none"):
         return {"calls": kind == "auto"}
     if kind not in ("any", "tool"):
-        raise Refused("unsupported", f"Unsupported value: this kind of {where} is not supported by this endpoint.", param=where)
+        raise RequestError("unsupported", f"Unsupported value: this kind of {where} is not supported by this endpoint.", param=where)
     if not names or (kind == "tool" and text(name, where) not in names):
-        raise Refused("invalid", f"{where} asks for a tool that is not among the tools.", param=where)
+        raise RequestError("invalid", f"{where} asks for a tool that is not among the tools.", param=where)
     return {"forced": names if kind == "any" else (name,), "forced_by": where}
 
 
@@ -275,16 +275,16 @@ def call(name: Any, arguments: Any, where: str) -> ToolCall:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise Refused("invalid", f"{where}: the arguments are not valid JSON.", param=where) from None
+            raise RequestError("invalid", f"{where}: the arguments are not valid JSON.", param=where) from None
     try:
         found = mapping(given(arguments, {}), f"{where}.arguments")
         return ToolCall(name=text(name, f"{where}.name"), arguments=found)
     except ValueError as error:
-        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+        raise RequestError("invalid", f"{where}: {str(error)[:300]}", param=where) from None
 
 
-def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -> Said:
-    return Said(message=Message(role=role, content=content, tool_calls=tuple(calls)), **more)
+def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -> RequestMessage:
+    return RequestMessage(message=Message(role=role, content=content, tool_calls=tuple(calls)), **more)
 
 
 def function(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
@@ -294,16 +294,16 @@ def function(name: Any, description: Any, parameters: Any, where: str) -> dict[s
     return {"type": "function", "function": {**storable(about, where), "parameters": schema}}
 
 
-def split_system(messages: Sequence[Said]) -> tuple[tuple[str, ...], tuple[Said, ...]]:
+def split_system(messages: Sequence[RequestMessage]) -> tuple[tuple[str, ...], tuple[RequestMessage, ...]]:
     """The texts of the system messages at the head, and the messages after them."""
     count = next((at for at, one in enumerate(messages) if one.message.role != "system"), len(messages))
     return tuple(one.message.content for one in messages[:count]), tuple(messages[count:])
 
 
 def nothing_else(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], where: str = "") -> None:
-    """Raises `Refused` for fields that request unsupported behaviour. `allowed`: field -> values that have no effect, as null has."""
+    """Raises `RequestError` for fields that request unsupported behaviour. `allowed`: field -> values that have no effect, as null has."""
     for name, values in allowed.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
             path = inside(where, name)
-            raise Refused("unsupported", f"Unsupported value: this value of {path!r} is not supported by this endpoint.", param=path)
+            raise RequestError("unsupported", f"Unsupported value: this value of {path!r} is not supported by this endpoint.", param=path)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from agentrl.errors import UserError
-from agentrl.gateway.request import Refused, Said
+from agentrl.gateway.request import RequestError, RequestMessage
 from agentrl.records import Completion, Message, ToolCall
 from agentrl.records.sampling import Supports
 
@@ -98,7 +98,7 @@ class NotAppended(Exception):
     """The chat template does not put these messages after a completion without changing what came before."""
 
 
-class Tokens:
+class ConversationTokens:
     """Messages of a program as tokens. Everything it says is hostile: no text of it becomes a control token."""
 
     def __init__(self, chat: Chat) -> None:
@@ -109,13 +109,13 @@ class Tokens:
         self._ends: dict[tuple[object, ...], int] = {}  # by roles and calls: how many turns end in messages of these
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Ids of a whole context, up to where the completion begins. Raises `Refused` for what the template does not take."""
+        """Ids of a whole context, up to where the completion begins. Raises `RequestError` for what the template does not take."""
         clean = [self.chat.fenced(one) for one in messages]
         ids = self._open(clean, [self.chat.fenced_value(one) for one in tools])
         self._check(ids, messages, tools)
         return ids
 
-    def delta(self, new: Sequence[Said], after: Parsed, call_ids: Sequence[str], *, ended: bool) -> tuple[int, ...]:
+    def delta(self, new: Sequence[RequestMessage], after: Parsed, call_ids: Sequence[str], *, ended: bool) -> tuple[int, ...]:
         """Ids between a completion and the next one.
 
         Args:
@@ -168,7 +168,7 @@ class Tokens:
         except UserError as error:
             if late:
                 return self._open([replace(one, role="user") if at in late else one for at, one in enumerate(messages)], tools)
-            raise Refused("invalid", f"The policy's chat template does not take these messages: {error.message[:300]}") from None
+            raise RequestError("invalid", f"The policy's chat template does not take these messages: {error.message[:300]}") from None
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """A tokenizer may find the end of a turn in letters that it holds to be the same; then nothing of it is taken."""
@@ -181,7 +181,7 @@ class Tokens:
             if len(self._ends) > 256:
                 self._ends.pop(next(iter(self._ends)))
         if self._count(ids) != self._ends[roles]:
-            raise Refused("invalid", "A message reads as control tokens of the model.")
+            raise RequestError("invalid", "A message reads as control tokens of the model.")
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(map(self._stops.__contains__, ids))

@@ -6,7 +6,7 @@ They are verifiers (`agentrl.protocols.Verifier`) that a recipe or a task names 
 from agentrl.judge.backoff import Clock, SystemClock
 from agentrl.judge.endpoint import Endpoint, Prices, Reply
 from agentrl.judge.ensemble import Ensemble
-from agentrl.judge.ledger import Budget, Spent
+from agentrl.judge.ledger import Budget, JudgeUsage
 from agentrl.judge.listwise import GroupJudge, Listwise
 from agentrl.judge.model import ModelJudge
 from agentrl.judge.pairwise import Comparison, Pairwise
@@ -24,6 +24,7 @@ __all__ = [
     "Form",
     "GroupJudge",
     "Judge",
+    "JudgeUsage",
     "Listwise",
     "ModelJudge",
     "Pairwise",
@@ -31,7 +32,6 @@ __all__ = [
     "Reply",
     "RewardModel",
     "ScoreEndpoint",
-    "Spent",
     "SystemClock",
     "served",
 ]

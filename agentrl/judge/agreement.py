@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from agentrl.base.estimates import student_t, wilson
+from agentrl.base.estimates import student_t_quantile, wilson_interval
 from agentrl.errors import UserError
-from agentrl.judge.calibration import Calibration, Measured
+from agentrl.judge.calibration import Calibration, IntervalEstimate
 
 _Z = NormalDist().inv_cdf(0.975)
 _DRAWS = 4000  # of a posterior; its quantiles are then known to about a hundredth of the interval's width
@@ -20,7 +20,7 @@ _TAIL = 0.025
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class AgreementTable:
     """Two opinions on the same answers. The first one is the label, where one of them is."""
 
     right_right: int
@@ -29,7 +29,7 @@ class Table:
     wrong_wrong: int
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[bool, bool]]) -> Table:
+    def of(cls, pairs: Sequence[tuple[bool, bool]]) -> AgreementTable:
         counts = Counter(pairs)
         return cls(
             right_right=counts[True, True],
@@ -52,7 +52,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effects:
+class DesignEffects:
     """How many answers are worth one independent one, because answers to one task are alike: design effects, 1 or more (Kish 1965)."""
 
     agreement: float = 1.0
@@ -61,8 +61,8 @@ class Effects:
     informedness: float = 1.0
 
     @classmethod
-    def of(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> Effects:
-        """Of opinions as in `Table.of`, each on an answer to a task."""
+    def of(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
+        """Of opinions as in `AgreementTable.of`, each on an answer to a task."""
         every = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
         groups = [[(task, same) for task, first, same in every if first is label] for label in (True, False)]
         rates = [statistics.fmean(same for _, same in group) if group else 0.0 for group in groups]
@@ -100,20 +100,20 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
     if tasks == 1 or alone <= 0:
         return answers / tasks
     between = tasks / (tasks - 1) * math.fsum(one * one for one in sums.values())
-    return min(max(1.0, between / alone) * (student_t(tasks - 1) / _Z) ** 2, float(answers))
+    return min(max(1.0, between / alone) * (student_t_quantile(tasks - 1) / _Z) ** 2, float(answers))
 
 
-def share(part: int, of: int, *, effect: float = 1.0) -> Measured:
-    """A share with Wilson's interval. `effect`: how many of them are worth one (`Effects`)."""
-    low, high = wilson(part / of, of / effect)
-    return Measured(value=part / of, low=low, high=high, n=of)
+def share(part: int, of: int, *, effect: float = 1.0) -> IntervalEstimate:
+    """A share with Wilson's interval. `effect`: how many of them are worth one (`DesignEffects`)."""
+    low, high = wilson_interval(part / of, of / effect)
+    return IntervalEstimate(value=part / of, low=low, high=high, n=of)
 
 
-def agreement(table: Table, *, effect: float = 1.0) -> Measured:
+def agreement(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
     return share(table.right_right + table.wrong_wrong, table.n, effect=effect)
 
 
-def kappa(table: Table, *, effect: float = 1.0) -> Measured:
+def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
     """Cohen's kappa (Cohen 1960): agreement beyond that of chance, 1 at most, 0 for chance.
 
     The interval is the central 95% of its posterior, by 4,000 seeded draws of the four shares from a Dirichlet distribution with
@@ -134,10 +134,10 @@ def kappa(table: Table, *, effect: float = 1.0) -> Measured:
             drawn.append(found)
     drawn.sort()
     low, high = drawn[int(_TAIL * len(drawn))], drawn[int((1 - _TAIL) * len(drawn))]
-    return Measured(value=value, low=min(low, value), high=max(high, value), n=table.n)
+    return IntervalEstimate(value=value, low=min(low, value), high=max(high, value), n=table.n)
 
 
-def informedness(table: Table, *, effect: float = 1.0) -> Measured:
+def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
     """Sensitivity + specificity - 1 (Youden 1950): 0 for any judge that does not look at the answer.
 
     The interval puts those of the two shares together (Newcombe 1998, the hybrid score method).
@@ -147,10 +147,10 @@ def informedness(table: Table, *, effect: float = 1.0) -> Measured:
     value = sensitivity.value + specificity.value - 1
     below = math.hypot(sensitivity.value - sensitivity.low, specificity.value - specificity.low)
     above = math.hypot(sensitivity.high - sensitivity.value, specificity.high - specificity.value)
-    return Measured(value=value, low=max(-1.0, value - below), high=min(1.0, value + above), n=table.n)
+    return IntervalEstimate(value=value, low=max(-1.0, value - below), high=min(1.0, value + above), n=table.n)
 
 
-def corrected(passed: int, total: int, calibration: Calibration) -> Measured:
+def corrected_rate(passed: int, total: int, calibration: Calibration) -> IntervalEstimate:
     """The true success rate behind one that a judge gives (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
 
     The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113): the delta method on counts to which a few
@@ -176,10 +176,12 @@ def corrected(passed: int, total: int, calibration: Calibration) -> Measured:
     shift = 2 * _Z**2 * (estimate * se * (1 - se) / rights - (1 - estimate) * sp * (1 - sp) / wrongs)
     plain = passed / total + calibration.specificity.value - 1
     value = _clip(plain / calibration.informedness.value)
-    return Measured(value=value, low=min(_clip(estimate + shift - half), value), high=max(_clip(estimate + shift + half), value), n=total)
+    return IntervalEstimate(
+        value=value, low=min(_clip(estimate + shift - half), value), high=max(_clip(estimate + shift + half), value), n=total
+    )
 
 
-def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequence[bool]) -> Measured | None:
+def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequence[bool]) -> IntervalEstimate | None:
     """Pearson's correlation within the groups, with Fisher's interval; None for fewer than 10 points, or without any spread."""
     centred: list[tuple[float, float]] = []
     for group in (True, False):
@@ -192,7 +194,7 @@ def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequen
         return None
     value = max(-0.999999, min(0.999999, math.fsum(x * y for x, y in centred) / spread))
     half = _Z / math.sqrt(len(centred) - 4)  # one more than for a plain correlation: the groups' means were fitted
-    return Measured(value=value, low=math.tanh(math.atanh(value) - half), high=math.tanh(math.atanh(value) + half), n=len(centred))
+    return IntervalEstimate(value=value, low=math.tanh(math.atanh(value) - half), high=math.tanh(math.atanh(value) + half), n=len(centred))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +202,7 @@ class Bin:
     """Answers whose scores lie together: what they were on average, and how many of them are right."""
 
     score: float
-    right: Measured
+    right: IntervalEstimate
 
 
 def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 10) -> tuple[Bin, ...]:

@@ -53,7 +53,7 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
-def asked_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
+def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
     """Seconds that a server asks to wait; None when its headers do not say, or say nothing that can be read.
 
     `retry-after-ms` goes before `retry-after` (seconds, or a date as in RFC 9110), and both before `x-ratelimit-reset-*`: the longest
@@ -76,7 +76,7 @@ def asked_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
     return max(waits, default=None)
 
 
-def wait_s(tries: int, asked: float | None, *, refused: int = 1, luck: float | None = None) -> float:
+def backoff_s(tries: int, asked: float | None, *, refused: int = 1, luck: float | None = None) -> float:
     """Seconds to wait after so many tries (from 1): at least what was asked for, else 1, 2, 4, ... up to 60, less up to half of it.
 
     If a server requests no wait, or one that lies in the past, and refuses again, the wait is at least 0.25, 0.5, 1, ... up to 60 seconds.

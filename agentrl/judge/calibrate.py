@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import user_code
-from agentrl.base.scores import reaches
+from agentrl.base.scores import is_at_least
 from agentrl.errors import UserError
-from agentrl.judge import Comparison, Spent
+from agentrl.judge import Comparison, JudgeUsage
 from agentrl.judge import agreement as stats
-from agentrl.judge.agreement import Bin, Effects, Table
-from agentrl.judge.calibration import Calibration, Measured
-from agentrl.judge.labels import Item, Labelled, different
+from agentrl.judge.agreement import AgreementTable, Bin, DesignEffects
+from agentrl.judge.calibration import Calibration, IntervalEstimate
+from agentrl.judge.labels import AnswerItem, LabelledAnswer, merge_duplicates
 from agentrl.records import Score
 
 _TIMEOUT_S = 60.0  # of a verifier that does not say how long it may take
@@ -30,7 +30,7 @@ _REASONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class LabelledVerdict:
     """What a judge says about one labelled answer, or about a pair of them."""
 
     label: bool
@@ -42,26 +42,28 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CalibrationReport:
     """What a judge was measured at."""
 
     calibration: Calibration
     pairs: bool  # measured on pairs of a right and a wrong answer: "right" means that the first one is
     disputed: int  # answers on which the labellers do not agree
     copies: int  # labelled answers that say what another one says, to the same question: they count once
-    length_bias: Measured | None  # correlation of score and length (logarithm; of a pair, the difference) among answers of one label
-    position_bias: Measured | None  # of pairs: how often place A was preferred, where a place was; 0.5 is none
-    inconsistent: Measured | None  # of pairs: how often the two orders were told apart
+    length_bias: (
+        IntervalEstimate | None
+    )  # correlation of score and length (logarithm; of a pair, the difference) among answers of one label
+    position_bias: IntervalEstimate | None  # of pairs: how often place A was preferred, where a place was; 0.5 is none
+    inconsistent: IntervalEstimate | None  # of pairs: how often the two orders were told apart
     bins: tuple[Bin, ...]
     calibration_error: float | None  # for scores from 0 to 1
     reasons: Mapping[str, int] = field(default_factory=dict)  # why there was no verdict
-    spent: Spent | None = None
+    spent: JudgeUsage | None = None
     wall_s: float = 0.0
 
 
 async def calibrate(
     judge: Any,
-    labelled: Sequence[Labelled],
+    labelled: Sequence[LabelledAnswer],
     *,
     reference: str,
     labels_sha256: str,
@@ -70,7 +72,7 @@ async def calibrate(
     parallel: int = 8,
     ledger: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Report:
+) -> CalibrationReport:
     """Measures a judge, or any verifier, on labelled answers. A judge that compares is asked about pairs of a right and a wrong answer.
 
     Raises `UserError` for labels that say nothing, and for a judge that gave no verdict on right or on wrong answers.
@@ -82,7 +84,7 @@ async def calibrate(
         ledger: file of answers and counts, relative to `root`, for a judge that names none: a second measurement then costs nothing.
         progress: hears how many are done.
     """
-    every = different(labelled)
+    every = merge_duplicates(labelled)
     known = [one for one in every if one.right is not None]
     if len({one.right for one in known}) < 2:
         raise UserError("the labels hold only right or only wrong answers", fix="label some of both: agentrl label RUN")
@@ -110,8 +112,8 @@ async def calibrate(
 
 
 async def _asked(
-    judge: Any, known: Sequence[Labelled], *, pairs: bool, parallel: int, progress: Callable[[int, int], None]
-) -> list[Verdict]:
+    judge: Any, known: Sequence[LabelledAnswer], *, pairs: bool, parallel: int, progress: Callable[[int, int], None]
+) -> list[LabelledVerdict]:
     slots, done = asyncio.Semaphore(parallel), itertools.count(1)
     work: list[Callable[[], Any]]
     if pairs:
@@ -124,9 +126,9 @@ async def _asked(
     else:
         work = [lambda one=one: _scored(judge, one) for one in known]  # type: ignore[misc]
 
-    async def ask(one: Callable[[], Any]) -> Verdict:
+    async def ask(one: Callable[[], Any]) -> LabelledVerdict:
         async with slots:
-            verdict: Verdict = await one()
+            verdict: LabelledVerdict = await one()
         progress(next(done), len(work))
         return verdict
 
@@ -135,16 +137,18 @@ async def _asked(
     return [job.result() for job in jobs]
 
 
-async def _scored(judge: Any, one: Labelled) -> Verdict:
+async def _scored(judge: Any, one: LabelledAnswer) -> LabelledVerdict:
     item = one.item
     task = item.task(reference_keys=_reference_keys(judge))
     about: dict[str, Any] = {"label": bool(one.right), "chars": len(item.answer), "task_id": item.task_id}
     given = await _called(judge, lambda: judge(task, item.episode()))
     if isinstance(given, str):
-        return Verdict(score=None, reason=given, **about)
+        return LabelledVerdict(score=None, reason=given, **about)
     if not isinstance(given, Score) or given.value is None or not math.isfinite(given.value):
-        return Verdict(score=None, reason=given.reason if isinstance(given, Score) and given.value is None else "no finite score", **about)
-    return Verdict(score=given.value, **about)
+        return LabelledVerdict(
+            score=None, reason=given.reason if isinstance(given, Score) and given.value is None else "no finite score", **about
+        )
+    return LabelledVerdict(score=given.value, **about)
 
 
 def _reference_keys(judge: Any) -> set[str]:
@@ -155,33 +159,33 @@ def _reference_keys(judge: Any) -> set[str]:
     return {str(getattr(judge, "reference", "answer"))}
 
 
-async def _compared(judge: Any, first: Item, second: Item, label: bool) -> Verdict:
+async def _compared(judge: Any, first: AnswerItem, second: AnswerItem, label: bool) -> LabelledVerdict:
     about: dict[str, Any] = {"label": label, "chars": len(first.answer) - len(second.answer), "task_id": first.task_id}
     given = await _called(judge, lambda: judge.compare(first.question, first.answer, second.answer))
     if isinstance(given, str):
-        return Verdict(score=None, reason=given, **about)
+        return LabelledVerdict(score=None, reason=given, **about)
     if not isinstance(given, Comparison):
-        return Verdict(score=None, reason="no comparison", **about)
+        return LabelledVerdict(score=None, reason="no comparison", **about)
     places = tuple(said for said in given.shown if said)
     if given.better in (None, "tie"):
-        return Verdict(score=None, reason=given.heard.reason or "it says that neither is better", places=places, **about)
-    return Verdict(score=float(given.better == "first"), places=places, **about)
+        return LabelledVerdict(score=None, reason=given.heard.reason or "it says that neither is better", places=places, **about)
+    return LabelledVerdict(score=float(given.better == "first"), places=places, **about)
 
 
 async def _called(judge: Any, code: Callable[[], Any]) -> Any:
     """What the judge gives, or in words what went wrong."""
-    since = user_code.cancellations()
+    since = user_code.cancellation_count()
     try:
         limit = float(getattr(judge, "timeout_s", _TIMEOUT_S))
-        return await user_code.call(code, what="judge", timeout_s=limit)
+        return await user_code.call_user_code(code, what="judge", timeout_s=limit)
     except BaseException as error:
-        user_code.let_go(error, since)
-        return user_code.describe(error)
+        user_code.reraise_if_fatal(error, since)
+        return user_code.describe_error(error)
 
 
-def _pairs(known: Sequence[Labelled]) -> list[tuple[Item, Item, bool]]:
+def _pairs(known: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem, bool]]:
     """Pairs of a right and a wrong answer to one task, and whether the first is the right one: chance decides, the same one each time."""
-    tasks: dict[tuple[str, str], list[Labelled]] = {}
+    tasks: dict[tuple[str, str], list[LabelledAnswer]] = {}
     for one in known:
         tasks.setdefault((one.item.task_id, one.item.question), []).append(one)
     found = []
@@ -193,10 +197,10 @@ def _pairs(known: Sequence[Labelled]) -> list[tuple[Item, Item, bool]]:
     return found
 
 
-def _calibration(judge: Any, verdicts: Sequence[Verdict], *, reference: str, labels_sha256: str, threshold: float) -> Calibration:
+def _calibration(judge: Any, verdicts: Sequence[LabelledVerdict], *, reference: str, labels_sha256: str, threshold: float) -> Calibration:
     given = [one for one in verdicts if one.score is not None]
-    said = [(one.label, reaches(one.score, threshold)) for one in given if one.score is not None]
-    table, worth = Table.of(said), Effects.of([one.task_id for one in given], said)
+    said = [(one.label, is_at_least(one.score, threshold)) for one in given if one.score is not None]
+    table, worth = AgreementTable.of(said), DesignEffects.of([one.task_id for one in given], said)
     silent = stats.design_effect([(one.task_id, float(one.score is not None)) for one in verdicts])
     if not table.rights or not table.wrongs:
         why = _reasons(verdicts)
@@ -225,8 +229,15 @@ def _calibration(judge: Any, verdicts: Sequence[Verdict], *, reference: str, lab
 
 
 def _report(
-    made: Calibration, verdicts: Sequence[Verdict], pairs: bool, *, disputed: int, copies: int, spent: Spent | None, wall_s: float
-) -> Report:
+    made: Calibration,
+    verdicts: Sequence[LabelledVerdict],
+    pairs: bool,
+    *,
+    disputed: int,
+    copies: int,
+    spent: JudgeUsage | None,
+    wall_s: float,
+) -> CalibrationReport:
     given = [(one.score, one) for one in verdicts if one.score is not None]
     scores, labels = [score for score, _ in given], [one.label for _, one in given]
     lengths = [math.copysign(math.log1p(abs(one.chars)), one.chars) for _, one in given]
@@ -235,7 +246,7 @@ def _report(
     both = [one for one in verdicts if len(one.places) == 2]
     apart = sum(one.score is None and set(one.places) != {"tie"} for one in both)
     preferred = sides["A"] + sides["B"]
-    return Report(
+    return CalibrationReport(
         calibration=made,
         pairs=pairs,
         disputed=disputed,
@@ -251,16 +262,16 @@ def _report(
     )
 
 
-def _reasons(verdicts: Sequence[Verdict]) -> dict[str, int]:
+def _reasons(verdicts: Sequence[LabelledVerdict]) -> dict[str, int]:
     """Why there was no verdict, the most frequent first."""
     counts = Counter(user_code.printable(one.reason, 200) for one in verdicts if one.score is None)
     return dict(counts.most_common(_REASONS))
 
 
-def _spent(judge: Any) -> Spent | None:
+def _spent(judge: Any) -> JudgeUsage | None:
     spent = judge.spent() if hasattr(judge, "spent") else None
-    return spent if isinstance(spent, Spent) else None
+    return spent if isinstance(spent, JudgeUsage) else None
 
 
-def _less(after: Spent | None, before: Spent | None) -> Spent | None:
+def _less(after: JudgeUsage | None, before: JudgeUsage | None) -> JudgeUsage | None:
     return after.less(before) if after is not None and before is not None else None

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.base.files import write
-from agentrl.base.untrusted_files import content
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 
@@ -20,7 +20,7 @@ _LARGEST = 1 << 20  # bytes of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class IntervalEstimate:
     """An estimate with its 95% interval, from `n` observations."""
 
     value: float
@@ -47,13 +47,15 @@ class Calibration:
     wrong_wrong: int
     abstained: int  # without a verdict, for whatever reason
     tasks: int  # that the answers belong to
-    agreement: Measured
-    kappa: Measured
-    sensitivity: Measured  # share of the right ones that it calls right
-    specificity: Measured  # share of the wrong ones that it calls wrong
-    informedness: Measured  # sensitivity + specificity - 1 (Youden 1950): 0 is chance
+    agreement: IntervalEstimate
+    kappa: IntervalEstimate
+    sensitivity: IntervalEstimate  # share of the right ones that it calls right
+    specificity: IntervalEstimate  # share of the wrong ones that it calls wrong
+    informedness: IntervalEstimate  # sensitivity + specificity - 1 (Youden 1950): 0 is chance
     measured_at: str  # UTC
-    coverage: Measured | None = None  # share of the answers that it gave a verdict on; None: measured by a version that did not tell
+    coverage: IntervalEstimate | None = (
+        None  # share of the answers that it gave a verdict on; None: measured by a version that did not tell
+    )
     design_effect: float = 1.0  # answers that are worth one, because those to one task are alike; of informedness
     format: int = FORMAT
 
@@ -74,17 +76,17 @@ class Calibration:
 _ADAPTER = TypeAdapter(Calibration)
 
 
-def save(path: Path, calibration: Calibration, more: dict[str, Any] | None = None) -> None:
+def save_calibration(path: Path, calibration: Calibration, more: dict[str, Any] | None = None) -> None:
     """Writes the file that judges refer to; `more` is what is told beside it, for people and programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps({**asdict(calibration), **({"more": more} if more else {})}, indent=1) + "\n", durable=True)
+    write_atomically(path, json.dumps({**asdict(calibration), **({"more": more} if more else {})}, indent=1) + "\n", durable=True)
 
 
-def load(path: Path) -> Calibration:
+def load_calibration(path: Path) -> Calibration:
     """Reads a calibration. Raises `UserError` when there is none, or the file is something else."""
     fix = f"agentrl judge calibrate JUDGE LABELS --out {path}"
     try:
-        return _ADAPTER.validate_json(content(path, most=_LARGEST))
+        return _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
     except FileNotFoundError:
         raise UserError(f"no calibration {path}", fix=fix) from None
     except ValidationError as error:
@@ -95,7 +97,7 @@ def load(path: Path) -> Calibration:
         raise UserError(f"{path} is no calibration: {printable(str(error), 300)}", fix=fix) from None
 
 
-def check_demands(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:
+def validate_requirements(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:
     """Raises `UserError` for demands that nothing could meet, or that nothing is held to."""
     for key, demanded in (("min_agreement", min_agreement), ("min_coverage", min_coverage)):
         if not 0.0 <= demanded < 1.0:
@@ -104,13 +106,13 @@ def check_demands(calibration: str | None, *, min_agreement: float, min_coverage
             raise UserError(f"{key} without a calibration does nothing", fix='name the file: calibration="calibrations/x.json"')
 
 
-def require(path: Path, *, identity: str, name: str, min_agreement: float, min_coverage: float) -> None:
+def require_calibration(path: Path, *, identity: str, name: str, min_agreement: float, min_coverage: float) -> None:
     """Raises `UserError` unless the calibration in `path` is this judge's, better than chance, and good enough.
 
     Good enough means that the lower end of the interval of agreement is at least `min_agreement`: few labels are not enough. So is that of
     coverage at least `min_coverage`: a judge that abstains wherever it is hard agrees with everybody on the rest.
     """
-    found, again = load(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
+    found, again = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
     if found.identity != identity:
         raise UserError(f"judge {name}: the calibration {path} is of another model, prompt or setting", fix=again)
     if found.by_chance:
@@ -130,5 +132,5 @@ def require(path: Path, *, identity: str, name: str, min_agreement: float, min_c
         )
 
 
-def _told(one: Measured) -> str:
+def _told(one: IntervalEstimate) -> str:
     return f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f}, {one.n} answers)"

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from agentrl.base import secrets
-from agentrl.base.liveness import Answers
-from agentrl.base.user_code import describe, printable
+from agentrl.base.liveness import AnswerLiveness
+from agentrl.base.user_code import describe_error, printable
 from agentrl.errors import JudgeError, PromptRefusedError, UserError
-from agentrl.judge.backoff import PROBE_S, TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
-from agentrl.judge.servers import NotUp, Served
+from agentrl.judge.backoff import PROBE_S, TRANSIENT, Clock, SystemClock, backoff_s, requested_wait_s
+from agentrl.judge.servers import ServedUrl, ServerStarting
 from agentrl.records.fields import text as encodable
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ class Endpoint:
     clock: Clock = field(default_factory=SystemClock, repr=False)
     _wires: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wire] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _takes_no_schema: list[str] = field(default_factory=list, init=False, repr=False)
-    _live: Answers = field(init=False, repr=False)
+    _live: AnswerLiveness = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
-            checked_url(self.url)
-        if found := next(secrets.literals(dict(self.options), "Endpoint.options"), ""):
+            validate_url(self.url)
+        if found := next(secrets.literal_secret_errors(dict(self.options), "Endpoint.options"), ""):
             raise UserError(found, fix="name the variable that holds the key with Endpoint.key_env")
         for name, where in self.headers.items():
             if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(where):
@@ -134,14 +134,14 @@ class Endpoint:
             if not getattr(self, name) > 0:
                 raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="give a larger number")
         fix = "check the endpoint; requests to it are repeated on new connections until patience_s has passed"
-        object.__setattr__(self, "_live", Answers(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
+        object.__setattr__(self, "_live", AnswerLiveness(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
         """What decides about its answers, and nothing else: not where the server is, nor how long it is waited for.
 
         The weights of a server that the run starts are known, and so they are part of it.
         """
-        weights = {"weights": self.url.weights} if isinstance(self.url, Served) else {}
+        weights = {"weights": self.url.weights} if isinstance(self.url, ServedUrl) else {}
         return weights | {
             "model": self.model,
             "revision": self.revision,
@@ -165,7 +165,7 @@ class Endpoint:
         Raises:
             JudgeError: nothing came within `patience_s`, or the server refuses such requests.
         """
-        with nullcontext() if isinstance(self.url, Served) else self._live.question():  # a server of the run has its own watch
+        with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # a server of the run has its own watch
             return await self._answer(messages, schema, more or {})
 
     async def _answer(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Reply:
@@ -247,7 +247,7 @@ class Endpoint:
         """Delays all questions. `first`: whether this is the first refusal among the concurrent requests."""
         fresh = not wire.down
         wire.refused += first
-        seconds = wait_s(tries, got.wait_s, refused=wire.refused if got.asked else 1)
+        seconds = backoff_s(tries, got.wait_s, refused=wire.refused if got.asked else 1)
         if seconds > self.patience_s:  # the header requests more than any question waits
             seconds = min(PROBE_S, self.patience_s)
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
@@ -262,7 +262,7 @@ class Endpoint:
             del self._wires[other]
         if loop not in self._wires:
             limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency, keepalive_expiry=10.0)
-            local = isinstance(self.url, Served) or (isinstance(self.url, str) and (urlsplit(self.url).hostname or "") in _LOOPBACK)
+            local = isinstance(self.url, ServedUrl) or (isinstance(self.url, str) and (urlsplit(self.url).hostname or "") in _LOOPBACK)
             certified = not local or str(self.url).startswith("https:")  # reading certificates takes longer than most of what comes here
             http = httpx.AsyncClient(limits=limits, timeout=None, follow_redirects=False, trust_env=not local, verify=certified)
             self._wires[loop] = _Wire(http=http, slots=asyncio.Semaphore(self.concurrency))
@@ -295,19 +295,19 @@ class Endpoint:
                 return self._refusal(response.status_code, response.headers, " ".join(said.split()), schema)
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
-        except NotUp as error:
+        except ServerStarting as error:
             return _Later(why=str(error), wait_s=_OWN_S, asked=False)
         except (httpx.HTTPError, httpx.StreamError) as error:
-            return _Later(why=_without(key, describe(error)))
+            return _Later(why=_without(key, describe_error(error)))
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
         """The answer in the body of a 200."""
-        return read_completion(content, self.max_bytes, messages)
+        return parse_completion(content, self.max_bytes, messages)
 
     def _refusal(self, status: int, headers: Mapping[str, str], said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
         """What to do about a status that is no 200. Raises `JudgeError` where asking again would not help."""
         if status in TRANSIENT and not (status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto"):
-            return _Later(why=f"status {status}: {said}", wait_s=asked_wait_s(headers, now=self.clock.time()))
+            return _Later(why=f"status {status}: {said}", wait_s=requested_wait_s(headers, now=self.clock.time()))
         if status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto":
             return _NoSchema(why=f"status {status}: {said}")
         if 300 <= status < 400:
@@ -325,7 +325,7 @@ class Endpoint:
 
     def _further_headers(self) -> dict[str, str]:
         try:
-            read = {name: secrets.read(where).strip() for name, where in self.headers.items()}
+            read = {name: secrets.read_secret(where).strip() for name, where in self.headers.items()}
         except UserError as error:
             raise JudgeError(f"a header for {self._where()}: {error.message}") from None
         if wrong := next((name for name, value in read.items() if not value.isascii() or not value.isprintable()), ""):
@@ -346,17 +346,17 @@ class Endpoint:
         return body
 
     def _base(self) -> str:
-        return checked_url(self.url if isinstance(self.url, str) else self.url()).rstrip("/")
+        return validate_url(self.url if isinstance(self.url, str) else self.url()).rstrip("/")
 
     def _key(self) -> str:
-        if isinstance(self.url, Served):
+        if isinstance(self.url, ServedUrl):
             return self.url.key
         if not self.key_env:
             return ""
         key = os.environ.get(self.key_env, "").strip()
         if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
             raise JudgeError(f"the environment variable {self.key_env} holds no key for {self._where()}")
-        return secrets.registered(key)
+        return secrets.register(key)
 
     def _where(self) -> str:
         """For messages: the model and the host, and nothing that may be secret."""
@@ -366,7 +366,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """A repeated request may succeed, after `wait_s` if the server (`asked`) or the process that starts it says so."""
+    """A repeated request may succeed, after `backoff_s` if the server (`asked`) or the process that starts it says so."""
 
     why: str
     wait_s: float | None = None
@@ -388,7 +388,7 @@ class _Trying:
     refused: str = ""  # why the server accepted no schema
 
 
-def checked_url(url: str) -> str:
+def validate_url(url: str) -> str:
     """The url of an endpoint. Raises `UserError` for one that is none, or that holds a secret."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
@@ -451,7 +451,7 @@ def error_in(content: bytes) -> tuple[int, str] | None:
     return (status, f"in a 200: {text if isinstance(text, str) else code}") if status else None
 
 
-def read_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
+def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
     """The answer in the body of a 200. What cannot be read is kept as it came, with the problem."""
     asked = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")
@@ -464,7 +464,7 @@ def read_completion(content: bytes, most: int, messages: Sequence[Mapping[str, A
         said, refusal, ended = choice["message"].get("content"), choice["message"].get("refusal"), choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Reply(text=text, problem="an answer that is no chat completion", **guess)
-    cost = usage(body.get("usage"), asked, said)
+    cost = token_usage(body.get("usage"), asked, said)
     if not isinstance(said, str):
         problem = "the model refused" if isinstance(refusal, str) else "an answer without text"
         return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
@@ -473,7 +473,7 @@ def read_completion(content: bytes, most: int, messages: Sequence[Mapping[str, A
     return Reply(text=encodable(said), problem=problem, thought_apart=bool(thought), **cost)
 
 
-def usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
+def token_usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
     """Tokens as the server counts them where it does so credibly, else an estimate."""
     counts = [told.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(told, dict) else []
     if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
@@ -484,4 +484,4 @@ def usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
 
 def _without(key: str, text: str) -> str:
     """A server may quote the key that it refuses."""
-    return secrets.redacted(text.replace(key, "[key]") if key else text)
+    return secrets.redact(text.replace(key, "[key]") if key else text)

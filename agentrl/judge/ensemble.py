@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from agentrl.base import user_code
-from agentrl.base.scores import reaches
+from agentrl.base.scores import is_at_least
 from agentrl.errors import InfrastructureError, UserError
-from agentrl.judge.calibration import check_demands, require
-from agentrl.judge.ledger import Spent
+from agentrl.judge.calibration import require_calibration, validate_requirements
+from agentrl.judge.ledger import JudgeUsage
 from agentrl.judge.query import digest
 from agentrl.protocols import Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.verifier_call import ask, limit_of, needs_sandboxes, prepare
+from agentrl.reward.verifier_call import call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 _TIMEOUT_S = 30.0  # of a member that does not say how long it may take
 _OTHER_PARTS = ("", "disagreement", "judges")
@@ -69,7 +69,7 @@ class Ensemble:
             )
         if not 1 <= self._needed <= len(self.judges) or not self.max_disagreement >= 0:
             raise UserError(f"a quorum of {self.quorum} of {len(self.judges)} judges", fix="give a number from 1 to that of the judges")
-        check_demands(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
+        validate_requirements(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
 
     @property
     def identity(self) -> str:
@@ -81,17 +81,17 @@ class Ensemble:
 
     @property
     def timeout_s(self) -> float:
-        return max(limit_of(judge, _TIMEOUT_S) for judge in self.judges.values()) + user_code.GRACE_S + 1.0
+        return max(timeout_of(judge, _TIMEOUT_S) for judge in self.judges.values()) + user_code.GRACE_S + 1.0
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """See `ModelJudge.prepare`; prepares every member."""
         for judge in self.judges.values():
-            prepare(judge, root=root, folder=folder)
+            prepare_verifier(judge, root=root, folder=folder)
         if self.calibration is not None:
             if not self.identity:
                 raise UserError(f"judge {self.name}: a member that has no identity cannot be calibrated", fix="leave the calibration out")
             demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
-            require(root / self.calibration, identity=self.identity, name=self.name, **demands)
+            require_calibration(root / self.calibration, identity=self.identity, name=self.name, **demands)
         self._state.ready = True
 
     def undemanding(self, *, ledger: str | None = None) -> Self:
@@ -101,9 +101,9 @@ class Ensemble:
         }
         return replace(self, judges=members, calibration=None, min_agreement=0.0, min_coverage=0.0)
 
-    def spent(self) -> Spent:
+    def spent(self) -> JudgeUsage:
         """Of all members together."""
-        total = Spent()
+        total = JudgeUsage()
         for judge in self.judges.values():
             if (spent := getattr(judge, "spent", None)) is not None:
                 total = total.plus(spent())
@@ -128,7 +128,7 @@ class Ensemble:
             if blame is None and len(values) + down + provoked >= self._needed:
                 blame = Blame.POLICY
             return self._none(f"{len(values)} of {len(names)} judges gave a score, {self._needed} are needed", evidence, blame)
-        apart = disagreement(list(values.values()))
+        apart = mean_difference(list(values.values()))
         if apart > self.max_disagreement:
             return self._none(f"the judges disagree by {apart:.2f}, at most {self.max_disagreement:g} is allowed", evidence, None)
         value = self._joined(list(values.values()))
@@ -152,19 +152,19 @@ class Ensemble:
             return statistics.median(values)
         if self.aggregate == "mean":
             return statistics.fmean(values)
-        yes = sum(reaches(value, self.threshold) for value in values)
+        yes = sum(is_at_least(value, self.threshold) for value in values)
         return None if 2 * yes == len(values) else float(2 * yes > len(values))
 
     async def _one(self, name: str, task: Task, episode: Episode) -> Score:
         """A member's score; whatever it does, the others count."""
         judge = self.judges[name]
         try:
-            return await ask(judge, f"judge {name}", task, episode, None, timeout_s=limit_of(judge, _TIMEOUT_S))
+            return await call_verifier(judge, f"judge {name}", task, episode, None, timeout_s=timeout_of(judge, _TIMEOUT_S))
         except InfrastructureError as error:
-            return Score(value=None, reason=user_code.describe(error), blame=Blame.INFRASTRUCTURE)
+            return Score(value=None, reason=user_code.describe_error(error), blame=Blame.INFRASTRUCTURE)
 
 
-def disagreement(values: Sequence[float]) -> float:
+def mean_difference(values: Sequence[float]) -> float:
     """The mean absolute difference over all pairs (Gini's mean difference); 0 for a single value."""
     pairs = list(itertools.combinations(values, 2))
     return math.fsum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0

@@ -16,12 +16,12 @@ from typing import Any
 
 from agentrl.errors import JudgeError, PluginError, UserError
 from agentrl.failure.trace import Tag
-from agentrl.failure.triage import REST, TAXONOMY, check_name
+from agentrl.failure.triage import TAXONOMY, UNCLASSIFIED, check_tag_name
 from agentrl.judge import verdict
 from agentrl.judge.endpoint import Endpoint
-from agentrl.judge.ledger import FILE, Budget, Ledger, Spent
-from agentrl.judge.query import WORDING, Asker, Question, digest
-from agentrl.judge.untrusted import cut
+from agentrl.judge.ledger import FILE, Budget, JudgeLedger, JudgeUsage
+from agentrl.judge.query import WORDING, ChatQuery, JudgeClient, digest
+from agentrl.judge.untrusted import truncate_middle
 from agentrl.plugins.references import resolve
 
 MAX_TRACE = 40_000
@@ -32,7 +32,7 @@ _MOST_TURN = 100_000
 
 @dataclass(slots=True)
 class _State:
-    ledger: Ledger = field(default_factory=lambda: Ledger(None))
+    ledger: JudgeLedger = field(default_factory=lambda: JudgeLedger(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class FailureJudge:
     def __post_init__(self) -> None:
         try:
             for one in self.classes:
-                check_name(one)
+                check_tag_name(one)
         except ValueError as error:
             raise UserError(f"FailureJudge.classes: {error}", fix="write it as wrong_unit") from None
         if not 0 <= self.least <= 1:
@@ -72,9 +72,9 @@ class FailureJudge:
 
     def prepare(self, folder: Path) -> None:
         """Called before the first trace, with the run folder."""
-        self._state.ledger = Ledger(folder / FILE)
+        self._state.ledger = JudgeLedger(folder / FILE)
 
-    def spent(self) -> Spent:
+    def spent(self) -> JudgeUsage:
         """What it has been asked and has cost."""
         return self._state.ledger.spent(self.identity)
 
@@ -85,8 +85,8 @@ class FailureJudge:
 
     async def __call__(self, text: str) -> Tag | None:
         """The tag of a trace, told as text; None where it abstains. Raises `JudgeError` where nobody answers, or the budget is spent."""
-        asker = Asker(endpoint=self.endpoint, ledger=self._state.ledger, budget=self.budget, judge=self.identity)
-        question = Question(instructions=self._instructions(), data={"trace": cut(text, MAX_TRACE)}, schema=self._schema())
+        asker = JudgeClient(endpoint=self.endpoint, ledger=self._state.ledger, budget=self.budget, judge=self.identity)
+        question = ChatQuery(instructions=self._instructions(), data={"trace": truncate_middle(text, MAX_TRACE)}, schema=self._schema())
         heard = await asker.ask(question, self._read)
         if heard.down:
             raise JudgeError(heard.reason)
@@ -94,7 +94,7 @@ class FailureJudge:
         return tag if tag is not None and tag.confidence >= self.least else None
 
     def _names(self) -> dict[str, str]:
-        return {**{name: meaning for name, meaning in TAXONOMY.items() if name != REST}, **self.classes}
+        return {**{name: meaning for name, meaning in TAXONOMY.items() if name != UNCLASSIFIED}, **self.classes}
 
     def _instructions(self) -> str:
         names = "\n".join(f"- {name}: {meaning}" for name, meaning in self._names().items())
@@ -120,7 +120,7 @@ class FailureJudge:
         return replace(tag, trajectory=trajectory, turn=turn - 1) if turn else tag
 
 
-def load_judge(reference: str) -> FailureJudge:
+def load_failure_judge(reference: str) -> FailureJudge:
     """The judge that a reference names. Raises `PluginError` for anything else."""
     found = resolve(reference)
     if not isinstance(found, FailureJudge):

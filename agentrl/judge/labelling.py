@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.base.files import append_lines, json_line, whole_lines
+from agentrl.base.files import append_lines, complete_lines, json_line
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.judge.labels import RIGHT, SKIP, WITHDRAWN, WRONG, Item, item_of, settled
+from agentrl.judge.labels import RIGHT, SKIP, WITHDRAWN, WRONG, AnswerItem, current_labels, parse_item
 
 KEYS = {"r": RIGHT, "w": WRONG, "s": SKIP}
 UNDO, QUIT = "u", "q"
-ASKED = "[r]ight  [w]rong  [s]kip  [u]ndo  [q]uit"
+KEY_HELP = "[r]ight  [w]rong  [s]kip  [u]ndo  [q]uit"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LONGEST_LINE = 8 << 20
@@ -31,7 +31,7 @@ def labels_file(run: Path, by: str) -> Path:
     return run / "labels" / f"{by}.jsonl"
 
 
-def episodes(run: Path, *, phase: str = "") -> list[Item]:
+def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
     """The answers that a run's agents handed in, each once, in an order that chance decides and that stays the same.
 
     Raises `UserError` where there are none.
@@ -49,10 +49,10 @@ def episodes(run: Path, *, phase: str = "") -> list[Item]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class LabellingSession:
     """One sitting of one labeller."""
 
-    items: list[Item]
+    items: list[AnswerItem]
     path: Path
     by: str
     blind: bool = False  # do not show the reference
@@ -60,7 +60,7 @@ class Session:
     _order: list[str] = field(init=False)  # ids that were labelled, the newest last: what undo takes back
 
     def __post_init__(self) -> None:
-        self.done = settled(self.path) if self.path.exists() else {}
+        self.done = current_labels(self.path) if self.path.exists() else {}
         self._order = list(self.done)
 
     def run(self, keys: Iterable[str], show: Callable[[str], None]) -> None:
@@ -71,7 +71,7 @@ class Session:
         """
         pressed = iter(keys)
         while (item := next((one for one in self.items if one.id not in self.done), None)) is not None:
-            show(f"{self.shown(item)}\n\n{ASKED}")
+            show(f"{self.shown(item)}\n\n{KEY_HELP}")
             key = next((key.lower() for key in pressed if not key.isspace()), QUIT)
             if key == QUIT:
                 return
@@ -84,7 +84,7 @@ class Session:
                 show(f"no verdict has the key {printable(key, 1)!r}")
         show("every answer has a label")
 
-    def shown(self, item: Item) -> str:
+    def shown(self, item: AnswerItem) -> str:
         """An answer as a person reads it. What agents and tools wrote cannot speak to the terminal."""
         number = sum(one.id in self.done for one in self.items) + 1
         parts = [("question", item.question), *_said(item)]
@@ -94,7 +94,7 @@ class Session:
         title = f"{number} of {len(self.items)}: {printable(item.task_id, 120)}"
         return "\n".join([f"\n=== {title}", *(f"--- {name}\n{_safe(text)}" for name, text in parts)])
 
-    def _keep(self, item: Item, label: str) -> None:
+    def _keep(self, item: AnswerItem, label: str) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         append_lines(self.path, [json_line({**item.line(), "label": label, "by": self.by, "at": at})], durable=True)
         if label == WITHDRAWN:
@@ -113,7 +113,7 @@ class Session:
         return "nothing to take back"
 
 
-def _said(item: Item) -> Iterator[tuple[str, str]]:
+def _said(item: AnswerItem) -> Iterator[tuple[str, str]]:
     """The conversation after the question."""
     began = False
     for message in item.messages:
@@ -134,14 +134,14 @@ def _safe(text: str) -> str:
     return printable(cut, len(cut))
 
 
-def _items(path: Path) -> Iterator[Item]:
+def _items(path: Path) -> Iterator[AnswerItem]:
     """Those of the lines that hold an answer; a line that cannot be read is passed over, as one of a newer version would be."""
-    for raw in whole_lines(path):
+    for raw in complete_lines(path):
         if len(raw) > _LONGEST_LINE:
             continue
         try:
             line = json.loads(raw)
             if isinstance(line, dict) and not line.get("left_out"):
-                yield item_of({key: line[key] for key in ("task_id", "question", "answer", "truth", "messages") if key in line})
+                yield parse_item({key: line[key] for key in ("task_id", "question", "answer", "truth", "messages") if key in line})
         except (ValueError, RecursionError, TypeError):
             continue

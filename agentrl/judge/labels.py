@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import whole_lines
+from agentrl.base.files import complete_lines
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.judge.rendering import Shown
-from agentrl.judge.reward_record import text as text_of
+from agentrl.judge.rendering import PromptField
+from agentrl.judge.reward_record import reward_model_text as text_of
 from agentrl.records import Episode, Message, SandboxSpec, Split, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.records.fields import json_object, text
 
@@ -38,7 +38,7 @@ class TextPreference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class AnswerItem:
     """An answer to a question, with what is known around it."""
 
     id: str
@@ -76,10 +76,10 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labelled:
+class LabelledAnswer:
     """An answer and who says what of it."""
 
-    item: Item
+    item: AnswerItem
     votes: Mapping[str, bool]  # by labeller: whether it is right
 
     @property
@@ -89,9 +89,9 @@ class Labelled:
         return None if 2 * yes == len(self.votes) else 2 * yes > len(self.votes)
 
 
-def read_labels(paths: Sequence[Path]) -> list[Labelled]:
+def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
     """The labelled answers of some files, in their order. Raises `UserError` that names file, line and what is wrong."""
-    items: dict[str, Item] = {}
+    items: dict[str, AnswerItem] = {}
     votes: dict[str, dict[str, bool]] = {}
     for path in paths:
         for where, line in _lines(path):
@@ -105,21 +105,21 @@ def read_labels(paths: Sequence[Path]) -> list[Labelled]:
                 given[by] = label == RIGHT
             else:
                 given.pop(by, None)
-    return [Labelled(item=items[key], votes=given) for key, given in votes.items() if given]
+    return [LabelledAnswer(item=items[key], votes=given) for key, given in votes.items() if given]
 
 
-def different(labelled: Sequence[Labelled]) -> list[Labelled]:
+def merge_duplicates(labelled: Sequence[LabelledAnswer]) -> list[LabelledAnswer]:
     """Each answer once: what a judge is shown twice it answers alike, so that a copy adds no evidence. Votes on copies are put together."""
-    found: dict[str, tuple[Item, dict[str, bool]]] = {}
+    found: dict[str, tuple[AnswerItem, dict[str, bool]]] = {}
     for one in labelled:
         item = one.item
         key = _hash(item.question, item.answer, item.reference, item.messages, dict(item.data))
         votes = found.setdefault(key, (item, {}))[1]
         votes |= {f"{item.id} {by}": right for by, right in one.votes.items()}
-    return [Labelled(item=item, votes=votes) for item, votes in found.values()]
+    return [LabelledAnswer(item=item, votes=votes) for item, votes in found.values()]
 
 
-def preferred(labelled: Sequence[Labelled], shows: Sequence[Shown], *, per_task: int) -> list[TextPreference]:
+def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptField], *, per_task: int) -> list[TextPreference]:
     """Pairs of a right and a wrong answer to one question, as a reward model is shown them; no answer is in two.
 
     Args:
@@ -127,7 +127,7 @@ def preferred(labelled: Sequence[Labelled], shows: Sequence[Shown], *, per_task:
         per_task: at most so many of each question.
     """
     questions: dict[tuple[str, str], dict[bool, list[str]]] = {}
-    for one in different(labelled):
+    for one in merge_duplicates(labelled):
         if one.right is not None:
             item = one.item
             shown = text_of(shows, item.task(), item.episode(), reference="answer")
@@ -136,7 +136,7 @@ def preferred(labelled: Sequence[Labelled], shows: Sequence[Shown], *, per_task:
     return [TextPreference(chosen=right, rejected=wrong) for right, wrong in both if right != wrong]
 
 
-def settled(path: Path) -> dict[str, str]:
+def current_labels(path: Path) -> dict[str, str]:
     """The label that each answer in a labeller's file has by now; an answer whose label was withdrawn has none."""
     found: dict[str, str] = {}
     for where, line in _lines(path):
@@ -150,14 +150,14 @@ def settled(path: Path) -> dict[str, str]:
     return found
 
 
-def item_of(line: Mapping[str, Any]) -> Item:
+def parse_item(line: Mapping[str, Any]) -> AnswerItem:
     """The answer that a line is about. Raises `ValueError`."""
     question, answer = _text(line, "question"), _text(line, "answer")
     reference = line.get("reference", line.get("truth"))
     messages = line.get("messages") or []
     if not isinstance(messages, list) or len(messages) > _MOST_MESSAGES or not all(isinstance(one, dict) for one in messages):
         raise ValueError(f"messages is a list of at most {_MOST_MESSAGES} objects")
-    made = Item(
+    made = AnswerItem(
         id=str(line.get("id") or _hash(question, answer, messages))[:128],
         task_id=str(line.get("task_id") or _hash(question))[:200],
         question=question,
@@ -170,16 +170,16 @@ def item_of(line: Mapping[str, Any]) -> Item:
     return made
 
 
-def _read(line: Mapping[str, Any]) -> tuple[Item, str, str]:
+def _read(line: Mapping[str, Any]) -> tuple[AnswerItem, str, str]:
     label = line.get("label")
     if label not in (RIGHT, WRONG, SKIP, WITHDRAWN):
         raise ValueError(f"label is right, wrong, skip or withdrawn, got {str(label)[:40]!r}")
-    return item_of(line), str(label), str(line.get("by") or "somebody")[:100]
+    return parse_item(line), str(label), str(line.get("by") or "somebody")[:100]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        lines = whole_lines(path)
+        lines = complete_lines(path)
     except OSError as error:
         raise UserError(f"{path}: {error}", fix="give a file of labels") from None
     if not path.exists():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.database import connect, enter_wal, make_tables, within
+from agentrl.base.database import connect, enter_wal, make_tables, query_deadline
 from agentrl.errors import JudgeError, StoreError, UserError
 from agentrl.judge.endpoint import Reply
 
@@ -54,7 +54,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class JudgeUsage:
     """What one judge has been asked and has cost so far."""
 
     calls: int = 0  # questions that were sent
@@ -70,16 +70,16 @@ class Spent:
     money: float = 0.0
 
     @classmethod
-    def of(cls, figures: Mapping[str, float]) -> Spent:
+    def of(cls, figures: Mapping[str, float]) -> JudgeUsage:
         """From a summary, where all are numbers alike."""
         counts = {name: int(figures.get(name, 0)) for name in _NAMES if name != "money"}
         return cls(**counts, money=figures.get("money", 0.0))
 
-    def plus(self, other: Spent) -> Spent:
-        return Spent(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+    def plus(self, other: JudgeUsage) -> JudgeUsage:
+        return JudgeUsage(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
-    def less(self, before: Spent) -> Spent:
-        return Spent(**{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(self)})
+    def less(self, before: JudgeUsage) -> JudgeUsage:
+        return JudgeUsage(**{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(self)})
 
     def told(self) -> str:
         """For a person, in a line."""
@@ -89,17 +89,17 @@ class Spent:
         return f"{self.calls} questions to judges, {self.cached} answered before, {tokens:,} tokens{money}{f'; {lost}' if lost else ''}"
 
 
-_NAMES = tuple(one.name for one in fields(Spent))
+_NAMES = tuple(one.name for one in fields(JudgeUsage))
 
 
-def spent_in(folder: Path) -> Spent | None:
+def usage_in(folder: Path) -> JudgeUsage | None:
     """What the judges of a run were asked and have cost, in the run folder's ledger; None where no judge was asked there.
 
     Raises `StoreError` for a ledger that cannot be read.
     """
     if not (folder / FILE).is_file():
         return None
-    ledger = Ledger(folder / FILE)
+    ledger = JudgeLedger(folder / FILE)
     try:
         found = ledger.total()
     finally:
@@ -107,7 +107,7 @@ def spent_in(folder: Path) -> Spent | None:
     return found if found.calls or found.cached else None
 
 
-class Ledger:
+class JudgeLedger:
     """A cache and its counts. Made at the first use; `path` None keeps them in memory, for this process alone.
 
     Raises `StoreError` where the file cannot be used.
@@ -148,14 +148,14 @@ class Ledger:
         """Keeps an answer; the first one of a key stays."""
         await asyncio.to_thread(self._do, "INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
 
-    def spent(self, judge: str) -> Spent:
+    def spent(self, judge: str) -> JudgeUsage:
         row = self._do(f"SELECT {', '.join(_NAMES)} FROM spent WHERE judge = ?", (judge,))
-        return Spent(**self._figures(row or (0,) * len(_NAMES)))
+        return JudgeUsage(**self._figures(row or (0,) * len(_NAMES)))
 
-    def total(self) -> Spent:
+    def total(self) -> JudgeUsage:
         """Of all judges together."""
         row = self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ())
-        return Spent(**self._figures([0 if value is None else value for value in row or (0,) * len(_NAMES)]))
+        return JudgeUsage(**self._figures([0 if value is None else value for value in row or (0,) * len(_NAMES)]))
 
     def _figures(self, row: Sequence[object]) -> dict[str, Any]:
         """Figures by name. Raises `StoreError` for values of other types, because SQLite stores any."""
@@ -195,7 +195,7 @@ class Ledger:
             try:
                 if self._open is None:
                     self._open = self._connected()
-                with within(self._open, _QUERY_S):
+                with query_deadline(self._open, _QUERY_S):
                     rows: list[tuple[object, ...]] = self._open.execute(statement, values).fetchall()
                     return rows[0] if rows else None
             except (sqlite3.Error, OSError) as error:

@@ -12,10 +12,10 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.judge import verdict
 from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.non_answers import hollow
-from agentrl.judge.query import Heard, Question, digest
-from agentrl.judge.rendering import answer, asked, question, reference_of
-from agentrl.judge.untrusted import cut
+from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.query import ChatQuery, JudgeAnswer, digest
+from agentrl.judge.rendering import answer_text, question_text, reference_text, user_text
+from agentrl.judge.untrusted import truncate_middle
 from agentrl.protocols.group_judge import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 
@@ -30,7 +30,7 @@ class Listwise(ModelJudge):
 
     The value of an answer is its mean place, from 0 (last) to 1 (first); answers with the same text are ranked as one, and where there is
     no other, each has 0.5. Every part
-    `disagreement` is 1 - W of the group, where W is Kendall's coefficient of concordance of the orders (0: all agree); above
+    `rank_disagreement` is 1 - W of the group, where W is Kendall's coefficient of concordance of the orders (0: all agree); above
     `max_disagreement` the whole group is unscored. Values compare answers of one group and mean nothing beyond it.
     """
 
@@ -44,11 +44,11 @@ class Listwise(ModelJudge):
             raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="such as orders=2, max_disagreement=0.5")
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        problem, reference = question(task), reference_of(task, self.reference)
-        why = [hollow(one.answer, question=asked(task), reference=reference) for one in episodes]
-        texts = list(dict.fromkeys(answer(one) for one, empty in zip(episodes, why, strict=True) if not empty))
+        problem, reference = question_text(task), reference_text(task, self.reference)
+        why = [non_answer_reason(one.answer, question=user_text(task), reference=reference) for one in episodes]
+        texts = list(dict.fromkeys(answer_text(one) for one, empty in zip(episodes, why, strict=True) if not empty))
         if len(texts) > MOST:
-            return self._all(episodes, Heard(reason=f"{len(texts)} different answers, at most {MOST} are ranked at once"))
+            return self._all(episodes, JudgeAnswer(reason=f"{len(texts)} different answers, at most {MOST} are ranked at once"))
         if len(texts) < 2 and not any(why):  # nothing is better than anything: no advantage, and no fault of anybody's
             return tuple(
                 Score(value=0.5, parts={"disagreement": 0.0}, evidence=f"{self.name}: the answers are all the same") for _ in episodes
@@ -56,23 +56,25 @@ class Listwise(ModelJudge):
         ranks, heard = await self._ranks(problem, texts)
         if ranks is None:
             return self._all(episodes, heard)
-        apart = disagreement(ranks)
+        apart = rank_disagreement(ranks)
         if apart > self.max_disagreement:
-            return self._all(episodes, Heard(reason=f"its orders disagree by {apart:.2f}, at most {self.max_disagreement:g} is allowed"))
+            return self._all(
+                episodes, JudgeAnswer(reason=f"its orders disagree by {apart:.2f}, at most {self.max_disagreement:g} is allowed")
+            )
         places = {text: _mean_place(index, ranks, len(texts)) for index, text in enumerate(texts)}
-        values = [0.0 if empty else places[answer(one)] for one, empty in zip(episodes, why, strict=True)]
+        values = [0.0 if empty else places[answer_text(one)] for one, empty in zip(episodes, why, strict=True)]
         return tuple(
             Score(value=value, parts={"disagreement": apart}, evidence=f"{self.name}: {empty or heard.said}")
             for value, empty in zip(values, why, strict=True)
         )
 
-    def _all(self, episodes: Sequence[Episode], heard: Heard) -> tuple[Score, ...]:
+    def _all(self, episodes: Sequence[Episode], heard: JudgeAnswer) -> tuple[Score, ...]:
         return tuple(unscored(self.name, heard) for _ in episodes)
 
-    async def _ranks(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, Heard]:
+    async def _ranks(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, JudgeAnswer]:
         """The place of each text in each order, 0 being the best; None with what went wrong."""
         if len(texts) < 2:
-            return [[0] * len(texts)] * self.orders, Heard()
+            return [[0] * len(texts)] * self.orders, JudgeAnswer()
         asker = self._asker()
         shuffles = _shuffles(len(texts), self.orders, seed=digest([problem, list(texts)]))
         count = len(texts)
@@ -89,13 +91,16 @@ class Listwise(ModelJudge):
         for order, heard in zip(shuffles, all_heard, strict=True):
             best_first = [order[shown - 1] for shown in heard.verdict[0]]
             ranks.append([best_first.index(index) for index in range(count)])
-        return ranks, Heard(said=all_heard[0].verdict[1])
+        return ranks, JudgeAnswer(said=all_heard[0].verdict[1])
 
-    def _question(self, problem: str, texts: Sequence[str]) -> Question:
+    def _question(self, problem: str, texts: Sequence[str]) -> ChatQuery:
         most = _MAX_ANSWERS // len(texts)
-        data = {"question": cut(problem, most), **{f"answer {number}": cut(text, most) for number, text in enumerate(texts, 1)}}
+        data = {
+            "question": truncate_middle(problem, most),
+            **{f"answer {number}": truncate_middle(text, most) for number, text in enumerate(texts, 1)},
+        }
         places = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": len(texts)}}
-        return Question(instructions=self._instructions(), data=data, schema=verdict.schema({"ranking": places}))
+        return ChatQuery(instructions=self._instructions(), data=data, schema=verdict.schema({"ranking": places}))
 
     def _instructions(self) -> str:
         return (
@@ -107,7 +112,7 @@ class Listwise(ModelJudge):
         return {"instructions": self._instructions(), "orders": self.orders, "max_disagreement": self.max_disagreement}
 
 
-def disagreement(ranks: Sequence[Sequence[int]]) -> float:
+def rank_disagreement(ranks: Sequence[Sequence[int]]) -> float:
     """1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939): 0 when all orders are the same.
 
     Args:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from agentrl.judge.calibration import check_demands, require
+from agentrl.judge.calibration import require_calibration, validate_requirements
 from agentrl.judge.endpoint import Endpoint
-from agentrl.judge.ledger import FILE, Budget, Ledger, Spent
-from agentrl.judge.query import MAX_KEPT, WORDING, Asker, Heard, digest
-from agentrl.judge.servers import Served
+from agentrl.judge.ledger import FILE, Budget, JudgeLedger, JudgeUsage
+from agentrl.judge.query import MAX_KEPT, WORDING, JudgeAnswer, JudgeClient, digest
+from agentrl.judge.servers import ServedUrl
 from agentrl.records import Blame, Score
 
 _CLOSING_S = 60.0  # beyond the endpoint's patience, for everything around it
@@ -19,7 +19,7 @@ _CLOSING_S = 60.0  # beyond the endpoint's patience, for everything around it
 
 @dataclass(slots=True)
 class _State:
-    ledger: Ledger | None = None
+    ledger: JudgeLedger | None = None
     ready: bool = False
 
 
@@ -41,7 +41,7 @@ class ModelJudge(ABC):
     _state: _State = field(default_factory=_State, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_demands(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
+        validate_requirements(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
 
     @property
     def identity(self) -> str:
@@ -60,22 +60,22 @@ class ModelJudge(ABC):
             root: the project.
             folder: the run folder; None: there is no run.
         """
-        if isinstance(self.endpoint.url, Served):
+        if isinstance(self.endpoint.url, ServedUrl):
             self.endpoint.url.declared(reward_model=self.asks_reward_model)
         if self.calibration is not None:
             demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
-            require(root / self.calibration, identity=self.identity, name=self.name, **demands)
+            require_calibration(root / self.calibration, identity=self.identity, name=self.name, **demands)
         if self.ledger is not None:
-            self._state.ledger = Ledger((root / self.ledger).resolve())  # the user chose the path, so it may be a link
+            self._state.ledger = JudgeLedger((root / self.ledger).resolve())  # the user chose the path, so it may be a link
         elif folder is not None:
-            self._state.ledger = Ledger(folder / FILE)
+            self._state.ledger = JudgeLedger(folder / FILE)
         self._state.ready = True
 
     def undemanding(self, *, ledger: str | None = None) -> Self:
         """The same judge, same identity, that demands no calibration: for measuring it."""
         return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
 
-    def spent(self) -> Spent:
+    def spent(self) -> JudgeUsage:
         """What it has been asked and has cost, in its ledger."""
         return self._ledger().spent(self.identity)
 
@@ -89,18 +89,18 @@ class ModelJudge(ABC):
     def _asks(self) -> dict[str, Any]:
         """What its prompts are made of."""
 
-    def _asker(self) -> Asker:
+    def _asker(self) -> JudgeClient:
         if not self._state.ready:
             self.prepare(root=Path(), folder=None)
-        return Asker(endpoint=self.endpoint, ledger=self._ledger(), budget=self.budget, judge=self.identity)
+        return JudgeClient(endpoint=self.endpoint, ledger=self._ledger(), budget=self.budget, judge=self.identity)
 
-    def _ledger(self) -> Ledger:
+    def _ledger(self) -> JudgeLedger:
         if self._state.ledger is None:
-            self._state.ledger = Ledger(Path(self.ledger).resolve() if self.ledger is not None else None)
+            self._state.ledger = JudgeLedger(Path(self.ledger).resolve() if self.ledger is not None else None)
         return self._state.ledger
 
 
-def unscored(name: str, heard: Heard) -> Score:
+def unscored(name: str, heard: JudgeAnswer) -> Score:
     """No score, with the reason, and what the judge said as evidence. Nobody's answer gets a 0 for it."""
     blame = Blame.INFRASTRUCTURE if heard.down else None
     return Score(value=None, reason=f"{name}: {heard.reason}", evidence=heard.said[:MAX_KEPT], blame=blame)

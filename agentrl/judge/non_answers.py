@@ -29,7 +29,7 @@ _MARKS = "?!.,:;\"'`*_>\u201c\u201d\u2018\u2019"
 _AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # around words; linear in long "..."
 
 
-def hollow(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
+def non_answer_reason(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
     """Why an answer cannot be right whatever the question is; empty when it has to be judged.
 
     An answer that is the reference itself is never hollow, nor one that holds a letter, a digit or a symbol and is no known opening.

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from agentrl.judge import verdict
 from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.non_answers import hollow
-from agentrl.judge.query import Heard, Question
-from agentrl.judge.rendering import MAX_ANSWER, answer, asked, question, reference_of
-from agentrl.judge.untrusted import cut
+from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.query import ChatQuery, JudgeAnswer
+from agentrl.judge.rendering import MAX_ANSWER, answer_text, question_text, reference_text, user_text
+from agentrl.judge.untrusted import truncate_middle
 from agentrl.records import Episode, Score, Task
 
 Side = Literal["first", "second", "tie"]
@@ -27,7 +27,7 @@ class Comparison:
 
     better: Side | None
     shown: tuple[str, str] = ("", "")  # what it said with the first answer in place A, and then in place B: "A", "B", "tie" or nothing
-    heard: Heard
+    heard: JudgeAnswer
     reasons: str = ""
 
     @property
@@ -46,12 +46,12 @@ class Pairwise(ModelJudge):
     criteria: str = "Prefer the answer that is right and does what the question asks; length and tone do not count."
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        reference = reference_of(task, self.reference)
+        reference = reference_text(task, self.reference)
         if reference is None:
             return Score(value=None, reason=f"{self.name}: the task has no reference in data[{self.reference!r}]")
-        if why := hollow(episode.answer, question=asked(task), reference=reference):
+        if why := non_answer_reason(episode.answer, question=user_text(task), reference=reference):
             return Score(value=0.0, evidence=f"{self.name}: {why}")
-        found = await self.compare(question(task), answer(episode), reference)
+        found = await self.compare(question_text(task), answer_text(episode), reference)
         if found.better is None:
             return unscored(self.name, found.heard)
         return Score(value=_VALUES[found.better], evidence=f"{self.name}: {found.better}; {found.reasons}")
@@ -69,13 +69,17 @@ class Pairwise(ModelJudge):
         (here, reasons), (there, _) = one.verdict, other.verdict
         better = _named(here, a="first", b="second")
         if better != _named(there, a="second", b="first"):
-            heard = Heard(reason=f"it says {here} in one order and {there} in the other", said=one.said)
+            heard = JudgeAnswer(reason=f"it says {here} in one order and {there} in the other", said=one.said)
             return Comparison(better=None, shown=(here, there), heard=heard)
         return Comparison(better=better, shown=(here, there), heard=one, reasons=reasons)
 
-    def _question(self, problem: str, a: str, b: str) -> Question:
-        data = {"question": cut(problem, MAX_ANSWER), "answer a": cut(a, MAX_ANSWER), "answer b": cut(b, MAX_ANSWER)}
-        return Question(instructions=self._instructions(), data=data, schema=_SCHEMA)
+    def _question(self, problem: str, a: str, b: str) -> ChatQuery:
+        data = {
+            "question": truncate_middle(problem, MAX_ANSWER),
+            "answer a": truncate_middle(a, MAX_ANSWER),
+            "answer b": truncate_middle(b, MAX_ANSWER),
+        }
+        return ChatQuery(instructions=self._instructions(), data=data, schema=_SCHEMA)
 
     def _instructions(self) -> str:
         return (

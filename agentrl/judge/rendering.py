@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Literal
 
-from agentrl.judge.untrusted import cut
+from agentrl.judge.untrusted import truncate_middle
 from agentrl.records import Episode, Message, Task, Trajectory
 
-Shown = Literal["question", "reference", "transcript", "outputs", "answer"]
+PromptField = Literal["question", "reference", "transcript", "outputs", "answer"]
 
 MAX_ANSWER = 20_000
 """Characters of an answer, a question or a reference; head and tail are kept of a longer one."""
@@ -19,40 +19,40 @@ _MAX_FILE = 8000
 _MAX_FILES = 16
 
 
-def shown(what: Shown, task: Task, episode: Episode, *, reference: str) -> str:
+def render_field(what: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
     """One of the texts that a judge may be shown.
 
     Args:
         reference: the key of `Task.data` that holds the reference.
     """
     if what == "question":
-        return question(task)
+        return question_text(task)
     if what == "reference":
-        return cut(reference_of(task, reference) or "(there is none)", MAX_ANSWER)
+        return truncate_middle(reference_text(task, reference) or "(there is none)", MAX_ANSWER)
     if what == "transcript":
-        return transcript(episode)
+        return transcript_text(episode)
     if what == "outputs":
-        return outputs(episode)
-    return answer(episode)
+        return outputs_text(episode)
+    return answer_text(episode)
 
 
-def question(task: Task) -> str:
+def question_text(task: Task) -> str:
     """All that the agent was told, by role where there are several messages."""
     if len(task.prompt) == 1:
-        return cut(task.prompt[0].content, MAX_ANSWER)
-    return cut("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
+        return truncate_middle(task.prompt[0].content, MAX_ANSWER)
+    return truncate_middle("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
 
 
-def asked(task: Task) -> str:
+def user_text(task: Task) -> str:
     """What the user said, without what the agent was told beside it."""
     return "\n".join(message.content for message in task.prompt if message.role == "user") or task.prompt[-1].content
 
 
-def answer(episode: Episode) -> str:
-    return cut(episode.answer or "", MAX_ANSWER)
+def answer_text(episode: Episode) -> str:
+    return truncate_middle(episode.answer or "", MAX_ANSWER)
 
 
-def reference_of(task: Task, key: str) -> str | None:
+def reference_text(task: Task, key: str) -> str | None:
     """`task.data[key]` as text; None where there is none."""
     if key not in task.data or task.data[key] is None:
         return None
@@ -60,19 +60,22 @@ def reference_of(task: Task, key: str) -> str | None:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def transcript(episode: Episode) -> str:
+def transcript_text(episode: Episode) -> str:
     """What the agent said and called, and what its tools gave, in order; sub-agents after the agent that began."""
     lines = (line for number, one in enumerate(episode.trajectories) for line in _lines(one, number))
-    return cut("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
+    return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 
 
-def outputs(episode: Episode) -> str:
+def outputs_text(episode: Episode) -> str:
     """The files that the agent left."""
     some = list(episode.outputs.items())[:_MAX_FILES]
-    parts = [f"file {path}, {len(data)} bytes:\n{cut(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}" for path, data in some]
+    parts = [
+        f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"
+        for path, data in some
+    ]
     if len(episode.outputs) > len(some):
         parts.append(f"and {len(episode.outputs) - len(some)} more files")
-    return cut("\n\n".join(parts) or "(the agent left no files)", MAX_TRANSCRIPT)
+    return truncate_middle("\n\n".join(parts) or "(the agent left no files)", MAX_TRANSCRIPT)
 
 
 def _lines(trajectory: Trajectory, number: int) -> Iterator[str]:
@@ -82,11 +85,12 @@ def _lines(trajectory: Trajectory, number: int) -> Iterator[str]:
     for turn in trajectory.turns:
         yield _said(turn.message)
         for result in turn.tool_results:
-            yield f"tool {result.name}{'' if result.ok else ' (failed)'}: {cut(result.output, _MAX_MESSAGE)}"
+            yield f"tool {result.name}{'' if result.ok else ' (failed)'}: {truncate_middle(result.output, _MAX_MESSAGE)}"
 
 
 def _said(message: Message) -> str:
     calls = "".join(
-        f"\n  calls {call.name}({cut(json.dumps(call.arguments, ensure_ascii=False), _MAX_MESSAGE)})" for call in message.tool_calls
+        f"\n  calls {call.name}({truncate_middle(json.dumps(call.arguments, ensure_ascii=False), _MAX_MESSAGE)})"
+        for call in message.tool_calls
     )
-    return f"{message.role}: {cut(message.content, _MAX_MESSAGE)}{calls}"
+    return f"{message.role}: {truncate_middle(message.content, _MAX_MESSAGE)}{calls}"

@@ -10,16 +10,16 @@ from markupsafe import escape
 
 from agentrl.base.user_code import printable
 from agentrl.judge.agreement import Bin
-from agentrl.judge.calibrate import Report
-from agentrl.judge.calibration import Measured
+from agentrl.judge.calibrate import CalibrationReport
+from agentrl.judge.calibration import IntervalEstimate
 
 
-def told(report: Report) -> str:
+def render_report(report: CalibrationReport) -> str:
     """The report for a terminal."""
     return "\n".join(_lines(report))
 
 
-def data(report: Report) -> dict[str, Any]:
+def report_data(report: CalibrationReport) -> dict[str, Any]:
     """What is told beside the calibration in its file."""
     return {
         "pairs": report.pairs,
@@ -36,7 +36,7 @@ def data(report: Report) -> dict[str, Any]:
     }
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: CalibrationReport) -> Iterator[str]:
     made = report.calibration
     judged = made.agreement.n
     what = "pairs of a right and a wrong answer" if report.pairs else "labelled answers"
@@ -70,11 +70,11 @@ def _lines(report: Report) -> Iterator[str]:
         yield "NOT BETTER THAN CHANCE, as far as these labels show: a recipe that demands this calibration is refused"
 
 
-def _row(name: str, one: Measured, note: str = "") -> str:
+def _row(name: str, one: IntervalEstimate, note: str = "") -> str:
     return f"  {name:<15} {one.value:6.3f}   95% interval {one.low:6.3f} to {one.high:.3f}{note and f'   {note}'}"
 
 
-def _off(one: Measured, none: float) -> str:
+def _off(one: IntervalEstimate, none: float) -> str:
     return "" if one.low <= none <= one.high else " -- BIASED"
 
 
@@ -82,7 +82,7 @@ def _bin(one: Bin) -> str:
     return f"{one.score:.2f} -> {one.right.value:.2f} ({one.right.n})"
 
 
-def _cost(report: Report) -> str:
+def _cost(report: CalibrationReport) -> str:
     spent = report.spent
     if spent is None:
         return f"  {report.wall_s:.1f} s"
@@ -97,7 +97,7 @@ _STYLE = (
 )
 
 
-def picture(report: Report) -> str:
+def render_svg(report: CalibrationReport) -> str:
     """An SVG: the reliability curve, and beside it what was measured, with intervals."""
     made = report.calibration
     width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
@@ -113,7 +113,7 @@ def picture(report: Report) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _curve(report: Report) -> Iterator[str]:
+def _curve(report: CalibrationReport) -> Iterator[str]:
     largest = max(one.right.n for one in report.bins)
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         at, up = _x(tick), _y(tick)
@@ -130,7 +130,7 @@ def _curve(report: Report) -> Iterator[str]:
         yield f'<circle class="mark" cx="{at}" cy="{_y(one.right.value)}" r="{radius}"><title>{escape(_bin(one))}</title></circle>'
 
 
-def _rows(report: Report) -> Iterator[str]:
+def _rows(report: CalibrationReport) -> Iterator[str]:
     made = report.calibration
     named = {
         "agreement": made.agreement,

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from agentrl.errors import UserError
-from agentrl.judge.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, usage
+from agentrl.judge.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, token_usage
 from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.non_answers import hollow
-from agentrl.judge.rendering import asked, reference_of
-from agentrl.judge.reward_record import RewardRecord, load, text, tokens
-from agentrl.judge.servers import Served
+from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.rendering import reference_text, user_text
+from agentrl.judge.reward_record import RewardRecord, episode_tokens, load_record, reward_model_text
+from agentrl.judge.servers import ServedUrl
 from agentrl.judge.verdict import Unreadable
 from agentrl.records import Episode, Score, Task
 
@@ -52,10 +52,10 @@ class ScoreEndpoint(Endpoint):
         return {"model": self.model, "input": messages[0]["content"], **self.options, **more, **fixed}
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        return read_reply(content, self.max_bytes, asked=len(messages[0]["content"]) // CHARS_PER_TOKEN)
+        return parse_classification(content, self.max_bytes, asked=len(messages[0]["content"]) // CHARS_PER_TOKEN)
 
 
-def read_reply(content: bytes, most: int, *, asked: int) -> Reply:
+def parse_classification(content: bytes, most: int, *, asked: int) -> Reply:
     """The number in the body of a 200 of `/classify`, as the JSON object `{"number": ...}`. What cannot be read is kept, with the problem.
 
     Args:
@@ -71,7 +71,7 @@ def read_reply(content: bytes, most: int, *, asked: int) -> Reply:
         numbers = [one["probs"] for one in body["data"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         return Reply(text=text, problem="an answer that is no classification", **nothing)
-    cost = usage(body.get("usage"), asked, "")
+    cost = token_usage(body.get("usage"), asked, "")
     if len(numbers) != 1 or not isinstance(numbers[0], list) or len(numbers[0]) != 1:
         return Reply(text=text, problem="not one number, as a reward model gives", **cost)
     number = numbers[0][0]
@@ -80,7 +80,7 @@ def read_reply(content: bytes, most: int, *, asked: int) -> Reply:
     return Reply(text=json.dumps({"number": float(number)}), **cost)
 
 
-def read_number(said: Mapping[str, Any]) -> float:
+def parse_reward(said: Mapping[str, Any]) -> float:
     """The number of a reply. Raises `Unreadable`."""
     number = said.get("number")
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
@@ -121,7 +121,7 @@ class RewardModel(ModelJudge):
 
     def __post_init__(self) -> None:
         ModelJudge.__post_init__(self)
-        ours = isinstance(self.endpoint.url, Served)
+        ours = isinstance(self.endpoint.url, ServedUrl)
         if ours == (self.folder is not None):
             fix = "leave folder out: the recipe names it" if ours else 'folder="models/reward", where agentrl tune reward has written it'
             raise UserError(f"RewardModel {self.name}: {'folder is given twice' if ours else 'which model is it?'}", fix=fix)
@@ -129,23 +129,29 @@ class RewardModel(ModelJudge):
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """See `ModelJudge.prepare`. Raises `UserError` also where the model has no record of what it reads."""
         url = self.endpoint.url
-        if isinstance(url, Served):
-            found = load(url.declared(reward_model=True).folder)
+        if isinstance(url, ServedUrl):
+            found = load_record(url.declared(reward_model=True).folder)
         else:
             assert self.folder is not None, "checked when it was made"
-            found = load(root / self.folder)
+            found = load_record(root / self.folder)
         self._record[:] = [found]
         ModelJudge.prepare(self, root=root, folder=folder)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         asker = self._asker()
         record = self._record[0]
-        if self.needs_answer and (why := hollow(episode.answer, question=asked(task), reference=reference_of(task, self.reference))):
+        if self.needs_answer and (
+            why := non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
+        ):
             return Score(value=0.0, evidence=f"{self.name}: {why}")
-        what = text(record.shows, task, episode, reference=self.reference) if record.shows else tokens(episode)[-record.max_tokens :]
+        what = (
+            reward_model_text(record.shows, task, episode, reference=self.reference)
+            if record.shows
+            else episode_tokens(episode)[-record.max_tokens :]
+        )
         if not what:
             return Score(value=None, reason=f"{self.name}: this reward model reads the tokens of one trajectory, and the episode has none")
-        heard = await asker.ask(_Shown(what=what), read_number)
+        heard = await asker.ask(_Shown(what=what), parse_reward)
         if heard.verdict is None:
             return unscored(self.name, heard)
         return Score(value=record.value(heard.verdict), parts={"number": heard.verdict}, evidence=f"{self.name}: {heard.verdict:g}")

@@ -14,12 +14,12 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.base.files import sha256_file, write
-from agentrl.base.untrusted_files import content
+from agentrl.base.files import sha256_file, write_atomically
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.judge.rendering import Shown, shown
-from agentrl.judge.untrusted import neutral
+from agentrl.judge.rendering import PromptField, render_field
+from agentrl.judge.untrusted import neutralize
 from agentrl.records import Episode, Task
 
 FILE = "reward_model.json"
@@ -32,7 +32,7 @@ _ANSWERS = ("answer", "transcript", "outputs")
 class RewardRecord:
     """What a reward model is shown, and how its number becomes a value: 1 / (1 + exp(-(number - offset) / scale))."""
 
-    shows: tuple[Shown, ...]  # in this order, each under its name; empty: the episode's own tokens
+    shows: tuple[PromptField, ...]  # in this order, each under its name; empty: the episode's own tokens
     offset: float  # the number that stands for a value of 0.5
     scale: float
     max_tokens: int  # longer texts lose their beginning
@@ -54,9 +54,9 @@ class RewardRecord:
 _ADAPTER = TypeAdapter(RewardRecord)
 
 
-def checked_shows(names: tuple[str, ...]) -> tuple[Shown, ...]:
+def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
     """Names of what is shown. Raises `UserError` for an unknown one, one that comes twice, and where none is the agent's."""
-    known = get_args(Shown)
+    known = get_args(PromptField)
     odd = [name for name in names if name not in known]
     if odd or len(set(names)) < len(names) or not {*_ANSWERS} & {*names}:
         raise UserError(
@@ -66,7 +66,7 @@ def checked_shows(names: tuple[str, ...]) -> tuple[Shown, ...]:
     return tuple(one for name in names for one in known if one == name)
 
 
-def text(shows: Sequence[Shown], task: Task, episode: Episode, *, reference: str) -> str:
+def reward_model_text(shows: Sequence[PromptField], task: Task, episode: Episode, *, reference: str) -> str:
     """What a model that reads text is shown of an episode, in training and as a judge.
 
     Control tokens in it are broken up (`quoting.neutral`), so that nobody's words become structure.
@@ -74,10 +74,10 @@ def text(shows: Sequence[Shown], task: Task, episode: Episode, *, reference: str
     Args:
         reference: the key of `Task.data` that holds the reference.
     """
-    return "\n\n".join(f"## {what}\n{neutral(shown(what, task, episode, reference=reference))}" for what in shows)
+    return "\n\n".join(f"## {what}\n{neutralize(render_field(what, task, episode, reference=reference))}" for what in shows)
 
 
-def tokens(episode: Episode) -> list[int]:
+def episode_tokens(episode: Episode) -> list[int]:
     """All token ids of an episode of one trajectory, as it had them in its context; empty for any other."""
     (main, *others) = episode.trajectories or (None,)
     if main is None or others:
@@ -85,19 +85,19 @@ def tokens(episode: Episode) -> list[int]:
     return [token for turn in main.turns for ids in (turn.prompt_ids, turn.completion_ids) for token in ids]
 
 
-def save(folder: Path, *, shows: tuple[Shown, ...], offset: float, scale: float, max_tokens: int) -> RewardRecord:
+def save_record(folder: Path, *, shows: tuple[PromptField, ...], offset: float, scale: float, max_tokens: int) -> RewardRecord:
     """Writes the record of the model in `folder`."""
     weights = sha256_file(folder / "model.safetensors")
     made = RewardRecord(shows=shows, offset=offset, scale=scale, max_tokens=max_tokens, weights=weights)
-    write(folder / FILE, json.dumps(asdict(made), indent=1) + "\n")
+    write_atomically(folder / FILE, json.dumps(asdict(made), indent=1) + "\n")
     return made
 
 
-def load(folder: Path) -> RewardRecord:
+def load_record(folder: Path) -> RewardRecord:
     """Reads a model's record. Raises `UserError` where there is none, or it is not of the weights beside it."""
     path, fix = folder / FILE, "make the model with agentrl tune reward, or name the folder that it has written"
     try:
-        made = _ADAPTER.validate_json(content(path, most=_LARGEST))
+        made = _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
     except FileNotFoundError:
         raise UserError(f"{folder} holds no {FILE}, so that nobody can tell what this model reads", fix=fix) from None
     except ValidationError as error:

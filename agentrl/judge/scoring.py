@@ -9,9 +9,9 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.judge import verdict
 from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.non_answers import hollow
-from agentrl.judge.query import Question
-from agentrl.judge.rendering import Shown, asked, reference_of, shown
+from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.query import ChatQuery
+from agentrl.judge.rendering import PromptField, reference_text, render_field, user_text
 from agentrl.records import Episode, Score, Task
 
 
@@ -37,7 +37,7 @@ class Form:
 
     instructions: str
     criteria: tuple[Criterion, ...]
-    shows: tuple[Shown, ...] = ("question", "answer")  # in this order; "answer" or "transcript" or "outputs" is among them
+    shows: tuple[PromptField, ...] = ("question", "answer")  # in this order; "answer" or "transcript" or "outputs" is among them
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.criteria]
@@ -87,15 +87,15 @@ class Judge(ModelJudge):
         value = math.fsum(weights[name] * part for name, part in parts.items()) / math.fsum(weights.values())
         return Score(value=value, parts=parts, evidence=f"{self.name}: {reasons}")
 
-    def question(self, task: Task, episode: Episode) -> Question:
+    def question(self, task: Task, episode: Episode) -> ChatQuery:
         """What is asked about an episode."""
-        data: dict[str, str] = {what: shown(what, task, episode, reference=self.reference) for what in self.form.shows}
-        return Question(instructions=self.form.text, data=data, schema=self.form.schema)
+        data: dict[str, str] = {what: render_field(what, task, episode, reference=self.reference) for what in self.form.shows}
+        return ChatQuery(instructions=self.form.text, data=data, schema=self.form.schema)
 
     def _hollow(self, task: Task, episode: Episode) -> str:
         if not self.needs_answer:
             return ""
-        return hollow(episode.answer, question=asked(task), reference=reference_of(task, self.reference))
+        return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
 
     def _asks(self) -> dict[str, Any]:
         return {"form": asdict(self.form), "reference": self.reference, "needs_answer": self.needs_answer}

@@ -15,7 +15,7 @@ from agentrl.errors import JudgeError, UserError
 
 
 @dataclass(slots=True, kw_only=True)
-class Declared:
+class JudgeServer:
     """One server that is or will be started."""
 
     folder: Path  # of the model
@@ -26,25 +26,25 @@ class Declared:
     refused: str = ""  # why it will not answer any more
 
 
-class NotUp(Exception):
+class ServerStarting(Exception):
     """The server does not answer at the moment, and will again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedUrl:
     """Where the server of a name answers: a `url` of an endpoint. Called before each request."""
 
     name: str
 
     def __call__(self) -> str:
-        """Raises `NotUp` while it is being started, and `JudgeError` where nobody will start it."""
+        """Raises `ServerStarting` while it is being started, and `JudgeError` where nobody will start it."""
         known = _declared.get(self.name)
         if known is None:
             raise JudgeError(f"no server of the name {self.name!r} is started: the recipe has no judge_servers.{self.name}")
         if known.refused:
             raise JudgeError(known.refused)
         if not known.url:
-            raise NotUp(f"the judge's server {self.name} is being started")
+            raise ServerStarting(f"the judge's server {self.name} is being started")
         return f"{known.url}/v1"
 
     @property
@@ -59,7 +59,7 @@ class Served:
         known = _declared.get(self.name)
         return "" if known is None else known.weights
 
-    def declared(self, *, reward_model: bool) -> Declared:
+    def declared(self, *, reward_model: bool) -> JudgeServer:
         """What is known of it. Raises `UserError` where the recipe starts no such server, or one of another kind."""
         known = _declared.get(self.name)
         if known is None:
@@ -74,27 +74,27 @@ class Served:
         return known
 
 
-_declared: dict[str, Declared] = {}
+_declared: dict[str, JudgeServer] = {}
 _named: set[str] = set()
 
 
-def served(name: str) -> Served:
+def served(name: str) -> ServedUrl:
     """The server that the recipe calls `name` in its section `judges`."""
     _named.add(name)
-    return Served(name)
+    return ServedUrl(name)
 
 
-def declare(servers: Mapping[str, Declared]) -> None:
+def register_servers(servers: Mapping[str, JudgeServer]) -> None:
     """Says which servers are started in this process, in place of those of before."""
     _declared.clear()
     _declared.update(servers)
 
 
-def declared() -> Mapping[str, Declared]:
+def registered_servers() -> Mapping[str, JudgeServer]:
     """Those that are started in this process, by name. Whoever starts them sets `url`, `key` and `refused`."""
     return _declared
 
 
-def unnamed() -> list[str]:
+def unused_servers() -> list[str]:
     """Declared servers that no judge has named so far."""
     return sorted(set(_declared) - _named)

@@ -9,7 +9,7 @@ import secrets
 import unicodedata
 from collections.abc import Mapping
 
-PLACE = "-"
+NONCE_PLACEHOLDER = "-"
 """In place of the random part of a delimiter where a prompt is only compared, as in the key of a cache."""
 
 _SPECIAL = (
@@ -32,7 +32,7 @@ _KEPT = frozenset("\n\t")
 _JOINERS = frozenset("\u200c\u200d")  # a part of words in Persian and of emoji
 
 
-def neutral(text: str) -> str:
+def neutralize(text: str) -> str:
     """The text without what a judge could take for structure: control tokens and delimiters are broken up by a middle dot, control
     characters, characters that turn the text around and invisible tags become U+FFFD. Takes time proportional to the length.
     """
@@ -41,7 +41,7 @@ def neutral(text: str) -> str:
     return _BEGINS.sub(lambda match: match[0] + _DOT, text)
 
 
-def cut(text: str, most: int) -> str:
+def truncate_middle(text: str, most: int) -> str:
     """At most about `most` characters: head and tail are kept, and what was left out is said."""
     if len(text) <= most:
         return text
@@ -49,7 +49,7 @@ def cut(text: str, most: int) -> str:
     return f"{text[:head]}\n[... {len(text) - most:,} characters left out ...]\n{text[len(text) - (most - head) :]}"
 
 
-def fresh(texts: Mapping[str, str]) -> str:
+def new_nonce(texts: Mapping[str, str]) -> str:
     """The random part of the delimiters of one call: 128 bits that none of the texts holds."""
     while True:
         nonce = secrets.token_hex(16)
@@ -57,16 +57,16 @@ def fresh(texts: Mapping[str, str]) -> str:
             return nonce
 
 
-def quoted(name: str, text: str, *, nonce: str) -> str:
+def delimited(name: str, text: str, *, nonce: str) -> str:
     """A text under its name, between delimiters."""
-    return f"{begin(name, nonce)}\n{neutral(text)}\n{end(name, nonce)}"
+    return f"{begin_marker(name, nonce)}\n{neutralize(text)}\n{end_marker(name, nonce)}"
 
 
-def begin(name: str, nonce: str) -> str:
+def begin_marker(name: str, nonce: str) -> str:
     return f"<<<BEGIN {name.upper()} {nonce}>>>"
 
 
-def end(name: str, nonce: str) -> str:
+def end_marker(name: str, nonce: str) -> str:
     return f"<<<END {name.upper()} {nonce}>>>"
 
 

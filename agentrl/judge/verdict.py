@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from agentrl.reward.configured import unfenced
+from agentrl.reward.configured import strip_code_fence
 
 MAX_REASONING = 4000
 """Characters kept of what a judge gives as its reasons."""
@@ -38,7 +38,7 @@ def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
     Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN, an object after a reasoning
     block that the text only quotes.
     """
-    text = unfenced((text if thought_apart else _after_thought(text)).strip(), "json")
+    text = strip_code_fence((text if thought_apart else _after_thought(text)).strip(), "json")
     if not text:
         raise Unreadable("says nothing")
     if not text.startswith("{"):

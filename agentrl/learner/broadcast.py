@@ -19,8 +19,8 @@ import httpx
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
-from agentrl.serving.access import headers as access
-from agentrl.version.server_address import Server, announced
+from agentrl.serving.access import auth_headers as access
+from agentrl.version.server_address import ServerAddress, announced_server
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
@@ -33,7 +33,7 @@ class Channel(Protocol):
     def send_weights(self) -> None: ...
 
 
-Connect = Callable[[PolicyEngine, Server, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
+Connect = Callable[[PolicyEngine, ServerAddress, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
 
 
 class Broadcaster:
@@ -78,16 +78,16 @@ class Broadcaster:
 
     def _connected(self) -> Channel:
         ranks = self._engine.ranks
-        server = self._server() if ranks.first else Server(url="", key="", start=0)
+        server = self._server() if ranks.first else ServerAddress(url="", key="", start=0)
         start = ranks.decide(server.start)
         if self._channel is None or start != self._start:
             self._client, self._channel = self._connect(self._engine, server, self._serving.request_timeout_s)
             self._start = start
         return self._channel
 
-    def _server(self) -> Server:
+    def _server(self) -> ServerAddress:
         deadline = time.monotonic() + self._serving.startup_timeout_s
-        while (server := announced(self._run_dir)) is None:
+        while (server := announced_server(self._run_dir)) is None:
             self._engine.ranks.pulse("waiting for the server")
             if time.monotonic() > deadline:
                 raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s")
@@ -95,7 +95,7 @@ class Broadcaster:
         return server
 
 
-def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[Any, Channel]:
+def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> tuple[Any, Channel]:
     from agentrl.learner.nccl_source import connect
     from agentrl.serving.trainer_client import PausedServerClient
 

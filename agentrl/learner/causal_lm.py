@@ -20,7 +20,7 @@ TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 """Largest accepted change of a logprob, in nats: the kernels round in another order. As in `check_scorer` and the swap probe."""
 
 
-def fuse(lm: Any) -> None:
+def use_liger_kernels(lm: Any) -> None:
     """Puts Liger's kernels into a Hugging Face model, in place, and checks that its logprobs stay the same.
 
     Some go into the model's transformers module, and so into every model of its type in this process.

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.base.error_text import disk_full, location, short
+from agentrl.base.error_text import disk_full_error, one_line_error, raise_location
 from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, UserError
 
 _LONGEST = 1 << 14  # bytes of a line
@@ -27,16 +27,16 @@ class ExitReason:
 
     @classmethod
     def of(cls, error: BaseException) -> ExitReason:
-        if (full := disk_full(error)) is not None:
-            return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else short(full))
+        if (full := disk_full_error(error)) is not None:
+            return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else one_line_error(full))
         if isinstance(error, LearnerHalted):
             return cls(kind="halted", message=str(error))
         if isinstance(error, UserError):
             return cls(kind="user", message=error.message, fix=error.fix)
         if isinstance(error, AgentRLError):
             return cls(kind="failed", message=str(error))
-        at = location(error)
-        return cls(kind="other", message=short(error) + (f" ({at})" if at else ""))
+        at = raise_location(error)
+        return cls(kind="other", message=one_line_error(error) + (f" ({at})" if at else ""))
 
     def error(self, log: Path) -> AgentRLError:
         """The error to raise in the driver; `log` is where the rest is."""
@@ -76,7 +76,7 @@ class Mailbox:
                 yield ExitReason(**json.loads(line))
 
 
-def send(address: str | None, reason: ExitReason) -> None:
+def send_exit_reason(address: str | None, reason: ExitReason) -> None:
     """Sends a reason to a `Mailbox.address`. The log has it too, so a failure to deliver is not an error."""
     line = json.dumps(asdict(reason))
     if len(line) > _LONGEST:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentrl.config.recipe import Recipe
 from agentrl.learner import lora
-from agentrl.learner.engine import PolicyEngine, load_model, score
+from agentrl.learner.engine import PolicyEngine, load_model, score_tokens
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.token_scorer import TokenScorer
@@ -30,7 +30,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Logprobs [N] of the batch's trained tokens at the sampling temperature, over the supports that they were drawn from."""
-        return score(self._scorer, batch, self._temperature)[0]
+        return score_tokens(self._scorer, batch, self._temperature)[0]
 
 
 class PolicyWithoutAdapter:
@@ -46,7 +46,7 @@ class PolicyWithoutAdapter:
             return self._engine.logprobs(batch)[0]
 
 
-def reference_for(engine: PolicyEngine) -> ReferencePolicy | PolicyWithoutAdapter:
+def kl_reference_for(engine: PolicyEngine) -> ReferencePolicy | PolicyWithoutAdapter:
     if engine.recipe.learner.lora is not None:
         return PolicyWithoutAdapter(engine)
     return ReferencePolicy(engine.folder, engine.recipe, engine.ranks)

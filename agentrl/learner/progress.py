@@ -18,8 +18,8 @@ _LONGEST = 80  # characters of one kind of work
 _READ_BYTES = 1 << 20  # of one read: more than the pipe holds
 
 
-class Pulse:
-    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address`: of `Reports`; None disables reports."""
+class ProgressReporter:
+    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address`: of `ProgressPipe`; None disables reports."""
 
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
@@ -33,10 +33,10 @@ class Pulse:
                 os.write(self._pipe, f"{json.dumps([time.monotonic(), size, work[:_LONGEST]])}\n".encode())
 
 
-SILENT = Pulse()
+SILENT = ProgressReporter()
 
 
-class Reports:
+class ProgressPipe:
     """The driver's end. `address` is valid in all processes of this machine while this object exists."""
 
     def __init__(self) -> None:

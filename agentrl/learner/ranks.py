@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.learner.progress import SILENT, Pulse
+from agentrl.learner.progress import SILENT, ProgressReporter
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 
@@ -35,7 +35,7 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup  # gloo on every device: flags between the processes' Python code
     team: Team | None = None
-    pulse: Pulse = SILENT  # called before each piece of work, on every rank; rank 0's reaches the driver
+    pulse: ProgressReporter = SILENT  # called before each piece of work, on every rank; rank 0's reaches the driver
 
     @property
     def first(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from agentrl.errors import UserError
-from agentrl.learner.forest import lay_out
+from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.records.sampling import MAX_SUPPORT
 
@@ -230,7 +230,7 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
     device = scorer.head.weight.device
     vocabulary = config.get_text_config().vocab_size
     rows = [tuple(token % vocabulary for token in row) for row in (range(16), (*range(9), *range(30, 40)), range(50, 61))]
-    forest = lay_out(rows)
+    forest = build_forest(rows)
     layout, gap = ForestLayout(forest, device), 0.0
     with torch.no_grad():
         for row, path in zip(rows, forest.paths, strict=True):

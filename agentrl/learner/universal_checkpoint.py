@@ -39,7 +39,7 @@ def layout_of(folder: Path) -> str:
     return "states" if any(folder.glob("*_optim_states.pt")) else "whole"
 
 
-def load_reshaped(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
+def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
     """Loads `folder/tag` into a DeepSpeed engine of any stage; the temporary copy beside the folder is removed. Use inside `tensors_only`.
 
     Raises `LearnerError` when the checkpoint cannot be converted, or has other parameters.

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from agentrl.config.recipe import CriticConfig
-from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
+from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_advantages, critic_metrics
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.kl_reference import reference_for
+from agentrl.learner.kl_reference import kl_reference_for
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
-from agentrl.learner.update_guard import Guard
-from agentrl.objective.aggregate import denominator
+from agentrl.learner.packing import MicroBatch, Rows, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
+from agentrl.learner.update_guard import UpdateGuard
+from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.kl import sequence_penalty
-from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, over_steps, summarize
-from agentrl.objective.policy_loss import TrainedTokens, loss_of, policy_loss
+from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
+from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import value_loss
 from agentrl.records import Batch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedMicroBatch:
     """A micro-batch with its tokens' logprobs [N] under the objective's other policies, and the critic's results."""
 
     batch: MicroBatch
@@ -42,7 +42,7 @@ class Prepared:
     values: Tensor | None = None  # [N] before the step
 
 
-Plan = list[tuple[Batch, list[Prepared]]]  # the micro-batches of each optimizer step
+Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each optimizer step
 
 
 class Updater:
@@ -52,13 +52,13 @@ class Updater:
         self.engine = engine
         config = engine.recipe.critic
         self.critic: Critic | SharedCritic | None = SharedCritic(engine) if config is not None and config.shared else critic
-        self.guard = Guard(engine.recipe.learner)
+        self.guard = UpdateGuard(engine.recipe.learner)
         self._objective = engine.recipe.objective
-        self._loss = loss_of(self._objective)
+        self._loss = load_loss(self._objective)
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
         uses_reference = self._objective.kl != "none"
-        self._reference = reference_for(engine) if uses_reference else None
+        self._reference = kl_reference_for(engine) if uses_reference else None
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same result.
@@ -70,7 +70,7 @@ class Updater:
         """
         start = time.perf_counter()
         self.guard.begin()
-        parts = minibatches(batch, self._learner.minibatches)
+        parts = split_minibatches(batch, self._learner.minibatches)
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
         warming = self.critic is not None and batch.step < self.critic.config.warmup_steps
@@ -88,7 +88,7 @@ class Updater:
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
         metrics["updates_left_out"] = sum(1.0 - made.pop("applied") for made in passes)
-        metrics |= over_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
+        metrics |= combine_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
         packed = [one.batch for _, made in prepared for one in made]
         mine = torch.tensor([sum(batch.layout.length for batch in packed), sum(len(batch.behaviour) for batch in packed)])
         metrics["tokens_computed"], metrics["tokens_delivered"] = map(float, self.engine.ranks.sum(mine).tolist())
@@ -121,17 +121,17 @@ class Updater:
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         numbers = {id(sample): number for number, sample in enumerate(samples)}
         share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
-        rows: list[Rows] = plan(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget, share=share)
-        return [micro_batch(some, ranks.device, [numbers[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
+        rows: list[Rows] = plan_micro_batches(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget, share=share)
+        return [build_micro_batch(some, ranks.device, [numbers[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
         """Micro-batches with the other policies' logprobs that the objective needs, computed before the first optimizer step."""
         recomputes = self._recomputes(len(parts))
         return [(part, self._pieces(part, recomputes)) for part in parts]
 
-    def _pieces(self, part: Batch, recomputes: bool) -> list[Prepared]:
+    def _pieces(self, part: Batch, recomputes: bool) -> list[PreparedMicroBatch]:
         """The micro-batches of an optimizer step of the policy, in the order of the critic's smaller steps."""
-        pieces = minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
+        pieces = split_minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
         return [
             self._before(batch, number, piece.denominator, recomputes)
             for number, piece in enumerate(pieces)
@@ -139,7 +139,7 @@ class Updater:
         ]
 
     @torch.no_grad()
-    def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> Prepared:
+    def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> PreparedMicroBatch:
         """A micro-batch with the results of policy, critic and reference before the step; a shared trunk runs once for both."""
         self.engine.ranks.pulse("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
@@ -149,7 +149,7 @@ class Updater:
         else:
             proximal = self.engine.logprobs(batch)[0] if recomputes else None
             values = None if self.critic is None else self.critic.values(batch)
-        return Prepared(
+        return PreparedMicroBatch(
             batch=batch,
             piece=piece,
             piece_tokens=tokens,
@@ -169,7 +169,7 @@ class Updater:
         judged = [(part, [_judged(one, critic.config) for one in made]) for part, made in prepared]
         everything = [one for _, made in judged for one in made]
         metrics = critic_metrics([(one.returns, one.values) for one in everything], ranks)
-        shift, scale = advantage_scale([one.batch.advantages for one in everything], ranks)
+        shift, scale = advantage_moments([one.batch.advantages for one in everything], ranks)
         if metrics:  # there was at least one token
             metrics["advantage_std"] = scale
         if self._objective.divides_by_std:
@@ -196,12 +196,12 @@ class Updater:
         metrics = {"value_loss": fmean(losses)} if losses else {}
         return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})
 
-    def _optimize(self, part: Batch, micro_batches: list[Prepared], *, changed: bool) -> dict[str, float]:
+    def _optimize(self, part: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool) -> dict[str, float]:
         """One optimizer step; `changed`: the weights have changed since the batch began."""
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
-        total_weight = denominator(part.samples, self._objective.aggregation, length=self._constant_length)
+        total_weight = loss_denominator(part.samples, self._objective.aggregation, length=self._constant_length)
         for one in micro_batches:
             ranks.pulse("computing a micro-batch", one.batch.layout.length)
             logprobs, entropy, values = self._forward(one.batch)
@@ -242,7 +242,7 @@ class Updater:
             return self.critic.score(batch)
         return *self.engine.logprobs(batch), None
 
-    def _value_loss(self, one: Prepared, values: Tensor | None) -> tuple[Tensor, float]:
+    def _value_loss(self, one: PreparedMicroBatch, values: Tensor | None) -> tuple[Tensor, float]:
         """Sum over a micro-batch's tokens, and its weight in the total loss; 0 and 0 where the trunk has no value head."""
         if values is None:
             return torch.zeros((), device=self.engine.ranks.device), 0.0
@@ -251,13 +251,13 @@ class Updater:
         return loss.sum(), self.critic.config.vf_coef
 
 
-def _judged(one: Prepared, config: CriticConfig) -> Prepared:
+def _judged(one: PreparedMicroBatch, config: CriticConfig) -> PreparedMicroBatch:
     assert one.values is not None, "the critic has computed its values"
-    advantages, returns = credit(one.batch, one.values, config)
+    advantages, returns = critic_advantages(one.batch, one.values, config)
     return replace(one, batch=replace(one.batch, advantages=advantages), returns=returns)
 
 
-def _scaled(one: Prepared, shift: float, scale: float) -> Prepared:
+def _scaled(one: PreparedMicroBatch, shift: float, scale: float) -> PreparedMicroBatch:
     return replace(one, batch=replace(one.batch, advantages=(one.batch.advantages - shift) / scale))
 
 

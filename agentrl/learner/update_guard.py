@@ -30,7 +30,7 @@ REFUSE_ALL = -1.0  # as the largest accepted gradient norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts(Record):
+class FailureCounts(Record):
     """Counts of a run's setbacks; part of every checkpoint."""
 
     bad_in_a_row: int = 0  # optimizer steps of the policy left out since the last one that was made
@@ -41,7 +41,7 @@ class Counts(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setback(Record):
+class UpdateFailure(Record):
     """A group or optimizer step that was left out: a line of `failures/updates.jsonl`."""
 
     step: int
@@ -53,26 +53,26 @@ class Setback(Record):
     metrics: Mapping[str, float | None]  # of the optimizer step; None: not finite
 
 
-class Guard:
+class UpdateGuard:
     """Judges each optimizer step before its gradient is applied, and counts setbacks.
 
     `counts` is saved in the checkpoint: a run that keeps dying and resuming must still stop at its limits.
     """
 
-    def __init__(self, learner: LearnerConfig, counts: Counts = Counts()) -> None:
+    def __init__(self, learner: LearnerConfig, counts: FailureCounts = FailureCounts()) -> None:
         self.counts = counts
         self.rolling_back = False  # the current step must be undone
         self.sound = False  # the weights that the current step began with passed every check
         self._learner = learner
         self._limits = learner.limits.named
-        self._setbacks: list[Setback] = []
+        self._setbacks: list[UpdateFailure] = []
         self._judged = 0
 
     def begin(self) -> None:
         """Starts a new step."""
         self.rolling_back, self.sound, self._judged = False, False, 0
 
-    def drain(self) -> tuple[Setback, ...]:
+    def drain(self) -> tuple[UpdateFailure, ...]:
         """The setbacks since the last call."""
         setbacks, self._setbacks = tuple(self._setbacks), []
         return setbacks
@@ -85,7 +85,7 @@ class Guard:
         bad = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
         for group in bad:
             self._setbacks.append(
-                Setback(
+                UpdateFailure(
                     step=step,
                     action=SKIP,
                     what="group",
@@ -181,8 +181,8 @@ class Guard:
         return objections
 
 
-def _setback(part: Batch, action: str, what: str, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> Setback:
-    return Setback(
+def _setback(part: Batch, action: str, what: str, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> UpdateFailure:
+    return UpdateFailure(
         step=part.step,
         action=action,
         what=what,

@@ -31,14 +31,14 @@ from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.failure_log import FailureLog
-from agentrl.learner.progress import SILENT, Pulse
-from agentrl.learner.publish import probe_rows, publish, version_folder, write_reference
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.progress import SILENT, ProgressReporter
+from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.ulysses import in_teams
+from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
-from agentrl.learner.update_guard import ROLLBACK, Setback
-from agentrl.objective import Assembled, assemble, counted_samples
+from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
+from agentrl.objective import AssembledBatch, assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
 from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
@@ -65,7 +65,7 @@ class Worker:
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
-        self.failures = FailureLog(run_dir)
+        self.failures = UpdateFailureLog(run_dir)
         self.step_groups = StepGroups.of(recipe.rollout)
         self.consumed: dict[int, tuple[int, ...]] = {}
         self.rolled_back: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class Worker:
     def run(self) -> None:
         """Repairs what a crash left, then runs steps until there are `recipe.steps` or a stop is requested."""
         self.ranks.pulse("computing version 0's probe")
-        write_reference(self.run_dir, self.engine)
+        write_base_probe(self.run_dir, self.engine)
         self.ranks.pulse("resuming")
         self._resume()
         while self.next_step < self.recipe.steps:
@@ -98,7 +98,7 @@ class Worker:
         step = self.next_step
         self.consumed[step] = tuple(group.index for group in groups)
         parent, metrics = self._go_back(step, groups) if refused else self._go_on(step, groups)
-        rows = probe_rows(
+        rows = select_probe_rows(
             groups, vocabulary=self.engine.lm.config.get_text_config().vocab_size, max_model_len=self.recipe.policy.max_model_len
         )
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
@@ -133,13 +133,13 @@ class Worker:
 
     def _go_back(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
         """Answers the gate's request: the groups of the step were sampled by what is undone, and count as consumed by an undone step."""
-        request = rollback.pending(self.run_dir / "versions", self.registry)
+        request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None:
             raise LearnerError(f"step {step}: the request to go back has gone from {self.run_dir / 'versions'}")
         reason = f"the gate refused version {request.version}: {request.reason}"
         parent = self._roll_back(step, request.to)
         if self.ranks.first:
-            setback = Setback(
+            setback = UpdateFailure(
                 step=step,
                 action=ROLLBACK,
                 what="gate",
@@ -151,7 +151,7 @@ class Worker:
             self.failures.append((setback,))
         return parent, {"rollbacks": 1.0, "weights_changed": 1.0}
 
-    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[Assembled, dict[str, float]]:
+    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[AssembledBatch, dict[str, float]]:
         """Runs the update of a step, and records what was left out, also when the run halts because of it."""
         guard = self.updater.guard
         weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
@@ -214,7 +214,7 @@ class Worker:
         return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
 
     def _publish(self, meta: CheckpointMeta) -> None:
-        publish(
+        publish_version(
             self.run_dir,
             self.registry,
             self.engine,
@@ -272,7 +272,7 @@ class Worker:
     def _asked_back(self, step: int) -> bool:
         if self.recipe.gate is None:
             return False
-        request = rollback.pending(self.run_dir / "versions", self.registry)
+        request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None or request.version > step or request.version in self.rolled_back:
             return False
         to = self.registry.get(request.to)
@@ -334,12 +334,12 @@ def _reasons(dropped: object) -> Counter[str]:
     return Counter(str(reason).partition(":")[0].partition(" ")[0] for reason in dropped)  # type: ignore[attr-defined]
 
 
-def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
+def run_worker(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
     """Runs this rank of the learner of `run_dir`, under torchrun, until its steps are made or SIGTERM arrives.
 
     Args:
         root: of the project, whose store, estimator and loss the recipe may refer to.
-        pulse: address of the driver's `agentrl.learner.progress.Reports`; None disables reports.
+        pulse: address of the driver's `agentrl.learner.progress.ProgressPipe`; None disables reports.
 
     Raises `PluginError` for such a part that does not resolve or fulfil its protocol, `RecipeError` for a recipe that does not
     validate, `LearnerError` or `StoreError` when the learner cannot go on.
@@ -351,8 +351,8 @@ def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
-    ranks = in_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
-    ranks = replace(ranks, pulse=Pulse(pulse) if ranks.first else SILENT)
+    ranks = form_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
+    ranks = replace(ranks, pulse=ProgressReporter(pulse) if ranks.first else SILENT)
     ranks.pulse("loading the model")
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)

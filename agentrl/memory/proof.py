@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import whole_lines
+from agentrl.base.files import complete_lines
 from agentrl.config.recipe import Recipe, load
 from agentrl.errors import UserError
 from agentrl.experience import StepGroups, open_store
-from agentrl.memory import NoteStore, written
-from agentrl.memory.run_memory import ANSWERS, FILE
+from agentrl.memory import NoteStore, notes_to_commit
+from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
 from agentrl.records import Group
 
 SHOWN = 20
@@ -61,7 +61,7 @@ class MemoryReport:
         return {"ok": self.ok, "kept": kept, **{name: getattr(self, name) for name in names}, **told}
 
 
-def audit(run: Path, *, telling: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
+def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
     """Looks at every episode of a run with a memory. `telling`: how many groups of how many are done.
 
     Raises `UserError` for a folder that holds no such run, and `StoreError`.
@@ -86,7 +86,7 @@ def audit(run: Path, *, telling: Callable[[int, int], None] = lambda done, total
             store.close()
     for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
         found.evaluated(line)
-    version, kept = _kept(run / FILE, recipe)
+    version, kept = _kept(run / NOTES_FILE, recipe)
     return MemoryReport(
         version=version,
         kept=kept,
@@ -97,7 +97,7 @@ def audit(run: Path, *, telling: Callable[[int, int], None] = lambda done, total
         evaluated_readers=found.readers_of_evaluations,
         wrong=len(found.wrong),
         examples=tuple(found.wrong[:SHOWN]),
-        answers=tuple(_lines([run / ANSWERS], _ANSWER)),
+        answers=tuple(_lines([run / ANSWERS_FILE], _ANSWER)),
     )
 
 
@@ -113,7 +113,7 @@ class _Readings:
         self._authors: dict[str, _Author] = {}
 
     def group(self, group: Group) -> None:
-        step, count = self._steps.step_of(group.index), {one.episode for one in written(group.episodes, min_score=self._min_score)}
+        step, count = self._steps.step_of(group.index), {one.episode for one in notes_to_commit(group.episodes, min_score=self._min_score)}
         for one in group.episodes:
             episode, memo = one.episode, one.episode.memory
             self.episodes += 1
@@ -151,7 +151,7 @@ def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict
     """The objects that the files hold, a line each. Raises `UserError` for a line that is not one with the fields that are required."""
     for path in paths:
         try:
-            lines = whole_lines(path)
+            lines = complete_lines(path)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror or error}", fix="make it readable") from None
         for number, line in enumerate(lines, 1):

@@ -32,11 +32,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl.base.scores import alike
+from agentrl.base.scores import all_equal
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import STD_EPS, sample_std
-from agentrl.objective.branches import Key, turn_key
+from agentrl.objective.branches import TurnKey, turn_key
 from agentrl.records import ScoredEpisode, Trajectory
 
 Credit = dict[str, list[list[float]]]
@@ -44,7 +44,7 @@ Credit = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class CountedEpisode:
     """An episode that counts."""
 
     scored: ScoredEpisode
@@ -56,7 +56,7 @@ class Rollout:
         return self.scored.episode.trajectories
 
 
-def branch_credit(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
     """What every turn of a group's rollouts is given; NaN where the arithmetic leaves the range of a float.
 
     Raises `RecipeError` where `objective.credit` needs what a score does not say.
@@ -74,7 +74,7 @@ def branch_credit(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Cr
         return _spread(rollouts, [[math.nan] * len(one.lines) for one in rollouts])
 
 
-def _spread(rollouts: Sequence[Rollout], values: Sequence[Sequence[float]]) -> Credit:
+def _spread(rollouts: Sequence[CountedEpisode], values: Sequence[Sequence[float]]) -> Credit:
     """The value of a trajectory on each of its turns."""
     return {
         one.scored.episode.id: [[value] * len(line.turns) for line, value in zip(one.lines, found, strict=True)]
@@ -86,7 +86,7 @@ def _sampled(line: Trajectory) -> bool:
     return any(turn.completion_ids for turn in line.turns)
 
 
-def _by_role(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
+def _by_role(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
     scores = [_own_scores(one) if objective.credit == "verifier" else [one.score] * len(one.lines) for one in rollouts]
     made = [[0.0] * len(one.lines) for one in rollouts]
     for role in sorted({line.agent for one in rollouts for line in one.lines}):
@@ -101,7 +101,7 @@ def _against_role(scores: Sequence[Sequence[float]], places: Sequence[Sequence[i
     """Rollout -> advantages of its trajectories of one role, which are at `places` in it."""
     given = {number: [scores[number][at] for at in found] for number, found in enumerate(places) if found}
     every = [score for some in given.values() for score in some]
-    if not every or alike(every):
+    if not every or all_equal(every):
         return {number: [0.0] * len(some) for number, some in given.items()}
     means = {number: fmean(some) for number, some in given.items()}
     mean, n = fmean(means.values()), len(means)
@@ -115,13 +115,13 @@ def _against_role(scores: Sequence[Sequence[float]], places: Sequence[Sequence[i
     }
 
 
-def _own_scores(one: Rollout) -> list[float]:
+def _own_scores(one: CountedEpisode) -> list[float]:
     """What each trajectory is worth by itself: v_ib, or s_i."""
     judged = _said(one, one.scored.score.branches, "branches")
     return [one.score if value is None else value for value in judged]
 
 
-def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
+def _counterfactual(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
     scale, made = _deviation([one.score for one in rollouts], objective), []
     for one in rollouts:
         value, without = one.scored.score.value, _said(one, one.scored.score.without, "without")
@@ -130,7 +130,7 @@ def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> 
     return made
 
 
-def _said(one: Rollout, given: Sequence[float | None], name: str) -> Sequence[float | None]:
+def _said(one: CountedEpisode, given: Sequence[float | None], name: str) -> Sequence[float | None]:
     """What the score says of each trajectory. One that is alone needs nothing said."""
     if not given and sum(map(_sampled, one.lines)) > 1:
         raise RecipeError(
@@ -140,9 +140,9 @@ def _said(one: Rollout, given: Sequence[float | None], name: str) -> Sequence[fl
     return given or [None] * len(one.lines)
 
 
-def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
     """The rollouts that share each turn, against those that shared the way to it."""
-    sharing: dict[Key, set[int]] = {}
+    sharing: dict[TurnKey, set[int]] = {}
     for number, one in enumerate(rollouts):
         for key in _keys(one).values():
             sharing.setdefault(key, set()).add(number)
@@ -164,13 +164,13 @@ def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit
     return made
 
 
-def _keys(one: Rollout) -> dict[tuple[int, int], Key]:
+def _keys(one: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
     """(trajectory, turn) -> what identifies the turn over the rollouts that share it."""
     episode = one.scored.episode
     return {(at, turn): turn_key(episode.id, at, line, turn) for at, line in enumerate(one.lines) for turn in range(len(line.turns))}
 
 
-def _before(one: Rollout, place: tuple[int, int]) -> tuple[int, int] | None:
+def _before(one: CountedEpisode, place: tuple[int, int]) -> tuple[int, int] | None:
     """The turn that a turn follows, in its trajectory or in that of its parent."""
     at, turn = place
     parent = one.lines[at].parent
@@ -181,7 +181,7 @@ def _before(one: Rollout, place: tuple[int, int]) -> tuple[int, int] | None:
 
 def _difference(one: float, other: float) -> float:
     """Exactly zero if two scores are equal up to rounding."""
-    return 0.0 if alike((one, other)) else one - other
+    return 0.0 if all_equal((one, other)) else one - other
 
 
 def _mean(scores: Sequence[float], numbers: set[int]) -> float:
@@ -190,12 +190,12 @@ def _mean(scores: Sequence[float], numbers: set[int]) -> float:
 
 def _deviation(scores: Sequence[float], objective: ObjectiveConfig) -> float:
     """sigma of scores, one for each rollout."""
-    if not objective.divides_by_std or alike(scores):
+    if not objective.divides_by_std or all_equal(scores):
         return 1.0
     return sample_std(scores) + STD_EPS
 
 
-def penalized(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
+def penalized_score(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
     """s_i: an episode's score less its penalty."""
     assert scored.score.value is not None, "it counts"
     return scored.score.value - penalties.get(scored.episode.id, 0.0)

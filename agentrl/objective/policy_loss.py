@@ -13,7 +13,7 @@ from agentrl.objective import losses
 from agentrl.objective.aggregate import Segments, token_weights
 from agentrl.objective.corrections import importance_weights
 from agentrl.objective.kl import k3, kl_term
-from agentrl.objective.metrics import statistics
+from agentrl.objective.metrics import token_statistics
 from agentrl.plugins import parts
 from agentrl.protocols import Loss
 
@@ -54,7 +54,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     steps per batch, pass the logprobs recomputed at the start of the step (the decoupled objective): the clip then bounds the change
     made here, and w corrects for staleness and for numerical differences between server and learner.
 
-    `surrogate`: `loss_of(objective)`, for a caller that has looked it up already.
+    `surrogate`: `load_loss(objective)`, for a caller that has looked it up already.
 
     Raises `ValueError` when the denominator is not positive, or a tensor that the objective needs is missing, `PluginError` when the
     loss gave something of another shape.
@@ -84,7 +84,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
         dual_clip=objective.dual_clip,
         cap=objective.is_cap if objective.caps_ratio else math.inf,
     )
-    gain, clipped = losses.checked((surrogate or loss_of(objective))(given), given, objective.loss)
+    gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(given), given, objective.loss)
     per_token = -(weight * gain) + _penalty(tokens, objective)
     counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
     loss = (counts * per_token).sum() / denominator
@@ -92,7 +92,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
         side = segments.mean(gap) if objective.loss == "gspo" else gap  # log of the ratio that is clipped and capped
         if objective.caps_ratio:
             cut = cut | (side > math.log(objective.is_cap))
-        sums, maxima = statistics(
+        sums, maxima = token_statistics(
             tokens.logprobs - behaviour,
             clipped=clipped,
             high=side > 0,
@@ -105,9 +105,9 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
 
 
-def loss_of(objective: ObjectiveConfig) -> Loss:
+def load_loss(objective: ObjectiveConfig) -> Loss:
     """The loss that a recipe names. Raises `PluginError` for one that does not resolve or does not fulfil the protocol."""
-    found: Loss = parts.load(parts.LOSS, objective.loss, objective.loss_options)
+    found: Loss = parts.load_part(parts.LOSS, objective.loss, objective.loss_options)
     return found
 
 

@@ -18,47 +18,47 @@ OTHERS = "other reasons"
 _NAMES = re.compile(r"0x[0-9a-f]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b(?=\w{0,63}-)(?=[\w-]{0,63}\d)[\w-]{6,64}\b")
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """Text for a terminal: what programs, tests and models write may hold control sequences."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def reason_of(scored: ScoredEpisode) -> str:
+def exclusion_reason(scored: ScoredEpisode) -> str:
     """Why an episode was left out, in one bounded line without the names that differ from episode to episode; empty when it counts."""
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
-        return alike(f"{failure.blame}: {failure.kind}: {failure.message}")
-    return "" if scored.score.value is not None else alike(scored.score.reason)
+        return normalize_reason(f"{failure.blame}: {failure.kind}: {failure.message}")
+    return "" if scored.score.value is not None else normalize_reason(scored.score.reason)
 
 
-def alike(text: str) -> str:
+def normalize_reason(text: str) -> str:
     """A reason as it is counted: one printable line, names of single episodes and sandboxes as `*`, cut to `LONGEST`."""
-    line = _NAMES.sub("*", printable(" ".join(text[: 4 * LONGEST].split())))
+    line = _NAMES.sub("*", printable_text(" ".join(text[: 4 * LONGEST].split())))
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
-def reasons(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:
+def count_exclusions(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:
     """Reason -> episodes left out for it, the most frequent first."""
-    return most(Counter(found for scored in episodes if (found := reason_of(scored))))
+    return most_frequent(Counter(found for scored in episodes if (found := exclusion_reason(scored))))
 
 
-def most(counts: Mapping[str, int]) -> dict[str, int]:
+def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
     """At most `MOST` reasons, the most frequent first; what is left is counted as `OTHERS`."""
     named = sorted((item for item in counts.items() if item[0] != OTHERS), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in named[MOST:]) + counts.get(OTHERS, 0)
     return dict(named[:MOST]) | ({OTHERS: rest} if rest else {})
 
 
-def add(*several: Mapping[str, int]) -> dict[str, int]:
+def merge_counts(*several: Mapping[str, int]) -> dict[str, int]:
     """Counts of several places together."""
     total: Counter[str] = Counter()
     for counts in several:
         total.update(counts)
-    return most(total)
+    return most_frequent(total)
 
 
-def told(counts: Mapping[str, int], *, first: int = 3) -> str:
+def format_counts(counts: Mapping[str, int], *, first: int = 3) -> str:
     """The most frequent reasons with their counts, in one line."""
-    shown = list(most(counts).items())
+    shown = list(most_frequent(counts).items())
     text = "; ".join(f"{count} x {reason}" for reason, count in shown[:first])
     return f"{text}; and {sum(count for _, count in shown[first:])} for other reasons" if len(shown) > first else text

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.observe.exclusions import printable
+from agentrl.observe.exclusions import printable_text
 from agentrl.observe.tables import Table
 
 REQUIRED: Mapping[str, type] = {"group": int, "task": str, "kind": str, "counted": int}
@@ -30,7 +30,7 @@ class _Count:
         self.failed += highest == lowest and lowest <= 0.5
 
 
-def taught_tables(lines: Iterable[Mapping[str, Any]]) -> list[Table]:
+def learning_tables(lines: Iterable[Mapping[str, Any]]) -> list[Table]:
     """By kind, then the tasks that were given more than once and never taught. Nothing for a run without groups."""
     kinds: dict[str, _Count] = {}
     tasks: dict[str, _Count] = {}
@@ -63,6 +63,6 @@ def _never(tasks: Mapping[str, _Count], given: int) -> Table:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, tuple[str, ...]]]) -> Table:
-    shown = tuple((printable(name), cells) for name, cells in rows[:_SHOWN])
+    shown = tuple((printable_text(name), cells) for name, cells in rows[:_SHOWN])
     more = f"and {len(rows) - _SHOWN:,} more; tasks.jsonl has them all" if len(rows) > _SHOWN else ""
     return Table(title=title, columns=columns, rows=shown, more=more)

@@ -9,38 +9,40 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from agentrl.base.validation import unknown
+from agentrl.base.validation import unknown_name
 
 
-class Shortfall(NamedTuple):
+class ProtocolError(NamedTuple):
     """One thing that keeps a candidate from fulfilling a protocol, and what to write instead."""
 
     problem: str
     fix: str
 
 
-def shortfalls(candidate: Any, protocol: type, options: Mapping[str, Any] | None = None, *, has_defaults: bool = False) -> list[Shortfall]:
+def protocol_errors(
+    candidate: Any, protocol: type, options: Mapping[str, Any] | None = None, *, has_defaults: bool = False
+) -> list[ProtocolError]:
     """What a class, an object, or a function (for a protocol that is called) lacks of `protocol`; empty when it fulfils it.
 
     Attributes that are no methods are looked for on objects alone: a class may set them when one is made. `options` are keyword
     arguments besides those of the protocol, for one that is called. A method that is merely inherited from the protocol is no method,
     unless the protocol `has_defaults`.
     """
-    found: list[Shortfall] = []
+    found: list[ProtocolError] = []
     for name, wanted in _methods(protocol).items():
         theirs = candidate if name == "__call__" and inspect.isroutine(candidate) else _looked_up(candidate, name)
         if not callable(theirs) or (not has_defaults and inspect.unwrap(getattr(theirs, "__func__", theirs)) is wanted):
-            found.append(Shortfall(f"it has no method {name}", f"write {_written(name, wanted)}"))
+            found.append(ProtocolError(f"it has no method {name}", f"write {_written(name, wanted)}"))
         elif problem := _misfit(name, theirs, wanted, unbound=_is_unbound(candidate, name), options=options or {}):
-            found.append(Shortfall(problem, f"write {_written(name, wanted)}"))
+            found.append(ProtocolError(problem, f"write {_written(name, wanted)}"))
     if not inspect.isclass(candidate):
         for name in _attributes(protocol):
             if not hasattr(candidate, name):
-                found.append(Shortfall(f"it has no attribute {name}", f"set self.{name} when it is made"))
+                found.append(ProtocolError(f"it has no attribute {name}", f"set self.{name} when it is made"))
     return found
 
 
-def accepts(function: Callable[..., Any], *given: Any, **named: Any) -> str:
+def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> str:
     """Why `function` cannot be called with these arguments; empty when it can, or when Python cannot tell (a built-in)."""
     try:
         signature = inspect.signature(_made_by(function))
@@ -50,7 +52,7 @@ def accepts(function: Callable[..., Any], *given: Any, **named: Any) -> str:
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     for name in named:
         if name not in names and not takes_any:
-            return f"{name}: {unknown(name, names, what='argument')}"
+            return f"{name}: {unknown_name(name, names, what='argument')}"
     try:
         signature.bind(*given, **named)
     except TypeError as error:
@@ -107,7 +109,7 @@ def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *
     named = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY}
     needed = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY and one.default is one.empty}
     for positional, keywords in ((given, named), (fewest, needed)):
-        if problem := accepts(theirs, *positional, **keywords, **(options if name == "__call__" else {})):
+        if problem := signature_error(theirs, *positional, **keywords, **(options if name == "__call__" else {})):
             return f"{name} cannot be called as it will be: {problem}"
     awaited = _is_async(wanted)
     if inspect.isroutine(theirs) and awaited != _is_async(theirs) and not (awaited and _promises(theirs)):
@@ -144,7 +146,7 @@ def _raw(annotation: Any) -> Any:
     return _Raw(annotation) if isinstance(annotation, str) else annotation
 
 
-def promised(factory: Callable[..., Any]) -> type | None:
+def promised_class(factory: Callable[..., Any]) -> type | None:
     """The class that a factory function says it returns; None when it says none, or one that cannot be looked up."""
     try:
         said = inspect.signature(factory, eval_str=True).return_annotation

@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.base.error_text import location, short, shown
+from agentrl.base.error_text import display_path, one_line_error, raise_location
 from agentrl.base.installation import install_command
-from agentrl.base.user_code import interrupted, told_as
-from agentrl.base.validation import describe
+from agentrl.base.user_code import is_interrupt, raising_as
+from agentrl.base.validation import validation_text
 from agentrl.errors import PluginError, UserError
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
@@ -111,7 +111,7 @@ def _import(name: str, reference: str) -> ModuleType:
             ) from None
         raise _failed(reference, error) from error
     except BaseException as error:
-        if interrupted(error):
+        if is_interrupt(error):
             raise
         raise _failed(reference, error) from error
 
@@ -132,28 +132,28 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if interrupted(error):
+        if is_interrupt(error):
             raise
-        raise _failed(shown(str(path)), error) from error
+        raise _failed(display_path(str(path)), error) from error
     return module
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
     """What user code raised while it was imported, at which line of it, and what to do. Errors of ours keep their own fix."""
-    at = location(error) or reference
+    at = raise_location(error) or reference
     if isinstance(error, SyntaxError):
         at = at if error.filename is not None else reference  # of a zero byte Python says neither file nor line
         return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
     if isinstance(error, ValidationError):
-        return PluginError(f"{at}: {describe(error)}", fix="correct it there; the lines above name the key and what it takes")
+        return PluginError(f"{at}: {validation_text(error)}", fix="correct it there; the lines above name the key and what it takes")
     if isinstance(error, UserError):
         return PluginError(f"{at}: {error.message}", fix=error.fix)
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return PluginError(f"{at}: {short(error)}", fix=f"install {error.name!r}, or correct its name")
-    return PluginError(f"{at}: {short(error)}", fix="correct it there")
+        return PluginError(f"{at}: {one_line_error(error)}", fix=f"install {error.name!r}, or correct its name")
+    return PluginError(f"{at}: {one_line_error(error)}", fix="correct it there")
 
 
-def installed() -> tuple[str, ...]:
+def installed_plugins() -> tuple[str, ...]:
     """Names of the entry points of the group `agentrl.plugins` in installed packages; imports none of them."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
@@ -161,7 +161,7 @@ def installed() -> tuple[str, ...]:
 def _from_entry_point(name: str) -> Any:
     found = entry_points(group=ENTRY_POINT_GROUP, name=name)
     if not found:
-        known = ", ".join(installed()) or "none installed"
+        known = ", ".join(installed_plugins()) or "none installed"
         raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
-    with told_as(partial(_failed, name)):
+    with raising_as(partial(_failed, name)):
         return next(iter(found)).load()

@@ -3,8 +3,8 @@
 Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors`) after it.
 """
 
-from agentrl.protocols.episode import Agent, ElsewhereRequest, EpisodeMemory, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
-from agentrl.protocols.experience import EpisodeKeeper, ExperienceStore
+from agentrl.protocols.episode import Agent, EpisodeMemory, ExternalRequest, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
+from agentrl.protocols.experience import EpisodeCheckpoints, ExperienceStore
 from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
 from agentrl.protocols.reward import PreparedVerifier, SandboxVerifier, Verifier
 from agentrl.protocols.sandbox import Sandbox, SandboxBackend
@@ -17,10 +17,10 @@ __all__ = [
     "AdvantageEstimator",
     "Agent",
     "CacheUse",
-    "ElsewhereRequest",
-    "EpisodeKeeper",
+    "EpisodeCheckpoints",
     "EpisodeMemory",
     "ExperienceStore",
+    "ExternalRequest",
     "Interval",
     "LiveEpisode",
     "LiveTrajectory",

@@ -113,7 +113,7 @@ class MemoryView(Protocol):
         """For one episode. `memo`: what one wrote and was shown up to the state that this one goes on from."""
 
 
-class ElsewhereRequest(Protocol):
+class ExternalRequest(Protocol):
     """A request of `LiveEpisode.elsewhere`."""
 
     most: int  # tokens that may be requested
@@ -159,7 +159,7 @@ class LiveEpisode(Protocol):
             ValueError: there is no such turn, or no such call in it.
         """
 
-    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ElsewhereRequest]:
+    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
         """Encloses a request that the agent sends to a server of the policy. Its time counts as sampling, and is compared with that of
         other such requests. `most` is limited to the tokens that the server usually returns within `within_s` and the time left, so that a
         model that never ends is cut off instead of timing out.

@@ -38,7 +38,7 @@ class ExperienceStore(Protocol):
     def close(self) -> None: ...
 
 
-class EpisodeKeeper(Protocol):
+class EpisodeCheckpoints(Protocol):
     """Keeps what running groups have so far, so that a crash costs an episode no more than the turn it was in.
 
     It is a safety net: what cannot be kept or found is logged, and never fails the episode.

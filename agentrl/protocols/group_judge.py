@@ -7,7 +7,7 @@ from typing import Protocol
 
 from agentrl.records import Episode, Score, Task
 
-WAITS = "waits for the judge of its group"
+AWAITING_GROUP_JUDGE = "waits for the judge of its group"
 """Reason in the score of an attempt that has ended, and is judged when its whole group has."""
 
 

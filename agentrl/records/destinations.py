@@ -41,7 +41,7 @@ class Destination:
         return port == self.port and (host.endswith("." + self.host) if self.below else host == self.host)
 
 
-def parse(entry: str) -> Destination:
+def parse_destination(entry: str) -> Destination:
     """The meaning of one entry. Raises `ValueError` with what is wrong and how it is to be written."""
     where, colon, digits = entry.rpartition(":")
     if not colon or not re.fullmatch(r"[0-9]{1,5}", digits) or not 1 <= int(digits) <= 65535:
@@ -50,7 +50,7 @@ def parse(entry: str) -> Destination:
     host = plain_host(where.removeprefix("*."))
     if host is None:
         raise ValueError(f"{entry!r} names no host; write name:port, *.domain:port, 192.0.2.1:port or [2001:db8::1]:port")
-    address = literal(host)
+    address = address_literal(host)
     if below and (address is not None or "." not in host):
         raise ValueError(f"{entry!r} is too wide; a star stands for the names below a domain, such as *.example.org:443")
     if host.rpartition(".")[2] == "localhost":
@@ -60,9 +60,9 @@ def parse(entry: str) -> Destination:
     return Destination(host=host, port=int(digits), below=below, address=address)
 
 
-def parse_all(entries: Iterable[str]) -> tuple[Destination, ...]:
+def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
     """The meaning of an allow-list. Raises `ValueError` also for one that is too long."""
-    found = tuple(parse(entry) for entry in entries)
+    found = tuple(parse_destination(entry) for entry in entries)
     if len(found) > MAX_ENTRIES:
         raise ValueError(f"{len(found)} entries where {MAX_ENTRIES} are allowed")
     return found
@@ -74,18 +74,18 @@ def plain_host(text: str) -> str | None:
     None when it is neither. International names are to be given in their ASCII form (`xn--...`).
     """
     if text.startswith("[") and text.endswith("]"):
-        inner = literal(text[1:-1])
+        inner = address_literal(text[1:-1])
         return str(inner) if inner is not None and ":" in text else None
     name = text.lower()
     if not text.isascii() or len(name) > 253 or not _NAME.fullmatch(name):
         return None
     if _NUMBER.fullmatch(name.rpartition(".")[2]):
-        address = literal(name)
+        address = address_literal(name)
         return str(address) if address is not None else None
     return name
 
 
-def literal(host: str) -> Address | None:
+def address_literal(host: str) -> Address | None:
     """The address that `host` spells out, without a zone, IPv4 within IPv6 as the IPv4 address it leads to; None for a name."""
     try:
         address = ipaddress.ip_address(host)

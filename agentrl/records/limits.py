@@ -45,18 +45,18 @@ class Limits(Record):
         return OUTPUT_CALLS * self.tool_output_chars if self.episode_output_chars is None else self.episode_output_chars
 
 
-LATER = ("tool_calls", "all_tokens", "thinking_tokens")
+OPTIONAL_LIMITS = ("tool_calls", "all_tokens", "thinking_tokens")
 """Limits that are no part of a task's key where they are not set, so that keys stay what they were before there were such limits."""
 
 
-def defining(record: Any) -> dict[str, object]:
+def key_fields(record: Any) -> dict[str, object]:
     """The fields of a task, or of a record within it, that its key is hashed from, for JSON.
 
     `dataclasses.asdict` copies all of them first, which takes several times as long. Raises `TypeError` where it is no record.
     """
     named = {one.name: getattr(record, one.name) for one in fields(record)}
     if isinstance(record, Limits):
-        return {name: value for name, value in named.items() if value is not None or name not in LATER}
+        return {name: value for name, value in named.items() if value is not None or name not in OPTIONAL_LIMITS}
     return named
 
 

@@ -124,7 +124,7 @@ class Supports(Record):
                 raise ValueError(f"{where}: token {place} ({token}) is not in its support")
 
 
-def check_forced(where: str, forced: Sequence[int], count: int) -> None:
+def check_forced_tokens(where: str, forced: Sequence[int], count: int) -> None:
     """Raises `ValueError` unless these are ascending places among `count` tokens, the last of which was sampled."""
     if forced and not (forced[0] >= 0 and all(map(operator.lt, forced, forced[1:])) and forced[-1] < count - 1):
         raise ValueError(f"{where}: forced places must ascend, and a sampled token must follow the last of them")

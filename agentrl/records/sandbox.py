@@ -34,7 +34,7 @@ class SandboxSpec(Record):
             if getattr(self, name) <= 0:
                 raise ValueError(f"SandboxSpec.{name} must be positive, got {getattr(self, name)}")
         try:
-            destinations.parse_all(self.network)
+            destinations.parse_destinations(self.network)
         except ValueError as error:
             raise ValueError(f"SandboxSpec.network: {error}") from None
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from agentrl.records.chat import Message
 from agentrl.records.fields import JsonObject, Record
 from agentrl.records.limits import Limits as Limits
-from agentrl.records.limits import defining
+from agentrl.records.limits import key_fields
 from agentrl.records.sandbox import SandboxSpec
 
 
@@ -68,7 +68,7 @@ class Task(Record):
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(self, default=defining, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(self, default=key_fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:

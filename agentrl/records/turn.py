@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from agentrl.records.chat import Message, ToolResult
 from agentrl.records.fields import Record
-from agentrl.records.sampling import Supports, check_forced
+from agentrl.records.sampling import Supports, check_forced_tokens
 
 CUT = "time"  # `finish_reason` of a completion that was cut off at a time limit, with the tokens sampled until then
 
@@ -47,7 +47,7 @@ class Turn(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        check_forced("Turn", self.forced, len(self.completion_ids))
+        check_forced_tokens("Turn", self.forced, len(self.completion_ids))
         if self.supports is not None:
             self.supports.check("Turn", self.completion_ids)
         n = len(self.completion_ids)
@@ -80,6 +80,6 @@ class Completion(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        check_forced("Completion", self.forced, len(self.token_ids))
+        check_forced_tokens("Completion", self.forced, len(self.token_ids))
         if self.supports is not None:
             self.supports.check("Completion", self.token_ids)

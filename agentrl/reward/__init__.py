@@ -5,8 +5,8 @@ hang. `agentrl.reward.cleanroom` is the verifier of task folders; `inside/` hold
 `agentrl.judge` are verifiers that ask a model.
 """
 
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
 from agentrl.reward.rubric import Rubric
 from agentrl.reward.scorer import TaskScorer
 
-__all__ = ["Configured", "Rubric", "TaskScorer"]
+__all__ = ["ConfiguredVerifier", "Rubric", "TaskScorer"]

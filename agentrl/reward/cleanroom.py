@@ -22,10 +22,10 @@ from typing import Any
 from agentrl.errors import TaskError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, ExecResult, Score, Task
-from agentrl.records.paths import plain_path
+from agentrl.records.paths import is_plain_path
 from agentrl.reward.rewardfile import reward
-from agentrl.task.grading import Grading, Run, grading_of
-from agentrl.task.outputs import overlay, produce
+from agentrl.task.grading import Grading, GradingRun, grading_of
+from agentrl.task.outputs import overlay, run_and_collect
 
 INSIDE = Path(__file__).parent / "inside"
 JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
@@ -89,7 +89,7 @@ class CleanRoom:
         if not plan.gold:
             return
         if task.key not in self._gold:
-            _, collected = await produce(task, plan.gold, sandboxes, timeout_s=task.limits.wall_s)
+            _, collected = await run_and_collect(task, plan.gold, sandboxes, timeout_s=task.limits.wall_s)
             if len(self._gold) >= PROVEN_TASKS:
                 self._gold.clear()
             self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes, removed=collected.removed)
@@ -176,7 +176,7 @@ async def _perform(
     return results, written
 
 
-async def _one_run(run: Run, sandbox: Sandbox, tests: Mapping[str, bytes]) -> dict[str, Any]:
+async def _one_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, bytes]) -> dict[str, Any]:
     stdin = tests[run.stdin_file] if run.stdin_file else run.stdin.encode()
     argv: Sequence[str] = run.argv
     if run.call:
@@ -237,7 +237,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
 async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend) -> Outcome:
     """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes; its reward file is the value."""
     secret = secrets.token_hex(16)
-    gone = [path for path in removed if plain_path(path) and path not in outputs]
+    gone = [path for path in removed if is_plain_path(path) and path not in outputs]
     request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()
     sandbox = await sandboxes.open(task.sandbox, files=overlay(task.contents(), outputs), timeout_s=OPEN_S)
     try:

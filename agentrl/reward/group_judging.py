@@ -13,15 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.base import user_code
-from agentrl.base.outages import outage
+from agentrl.base.outages import outage_of
 from agentrl.errors import InfrastructureError, PluginError, TaskError
-from agentrl.plugins.protocol_checks import shortfalls
+from agentrl.plugins.protocol_checks import protocol_errors
 from agentrl.plugins.references import resolve
-from agentrl.protocols.group_judge import WAITS as WAITS
+from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE as WAITS
 from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
 from agentrl.reward.scorer import TaskScorer
-from agentrl.reward.verifier_call import HARMLESS, NotAScore, bounds_of, checked, harmless, lacking, limit_of, said_in, watched
+from agentrl.reward.verifier_call import (
+    CONTROL_ANSWERS,
+    InvalidScore,
+    bounds_of,
+    control_episode,
+    episode_texts,
+    missing_data_error,
+    timeout_of,
+    validate_score,
+    with_checked_data,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +42,7 @@ _REASON = 2000  # characters
 def load_group_judge(reference: str) -> GroupJudge:
     """The judge that a recipe names in `tasks.group_judge`. Raises `PluginError` for anything that cannot be asked about a group."""
     found = resolve(reference)
-    if lacks := shortfalls(found, GroupJudge) if callable(found) else []:
+    if lacks := protocol_errors(found, GroupJudge) if callable(found) else []:
         raise PluginError(f"tasks.group_judge {reference!r}: {lacks[0].problem}", fix=lacks[0].fix)
     if not callable(found) or isinstance(found, type):
         raise PluginError(f"tasks.group_judge {reference!r} is no judge of groups", fix="name an object such as Listwise(endpoint=...)")
@@ -46,7 +56,7 @@ def load_group_judge(reference: str) -> GroupJudge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupScorer:
+class GroupJudgeScorer:
     """`first` when an attempt has ended, `together` when all of its group have.
 
     With a `weight` of 1 the judge's value is the score, and the task's verifiers are not asked; below 1 it is that share of it, and an
@@ -82,8 +92,8 @@ class GroupScorer:
                 scores = await self._asked(task, episodes)
                 return scores if scores[0].blame is not Blame.POLICY else await self._provoked(task, episodes, scores)
             except InfrastructureError as error:
-                log.warning("group judge %s on %s: %s", self.name, task.id, user_code.describe(error))
-                reason = f"group judge: {user_code.describe(error, _REASON)}"
+                log.warning("group judge %s on %s: %s", self.name, task.id, user_code.describe_error(error))
+                reason = f"group judge: {user_code.describe_error(error, _REASON)}"
             if attempt < self.alone.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
@@ -93,8 +103,8 @@ class GroupScorer:
         the judge fails get the lowest value, and the others are compared among themselves. A judge that fails at two harmless ones is
         broken, and so is one that fails at no attempt alone: then there is no value. Raises `InfrastructureError` of the judge."""
         unscored = [replace(score, blame=None) for score in failed]
-        for answer in HARMLESS:
-            plain = harmless(episodes[0], answer)
+        for answer in CONTROL_ANSWERS:
+            plain = control_episode(episodes[0], answer)
             if (await self._asked(task, (plain, plain)))[0].blame is not Blame.POLICY:
                 break
         else:
@@ -117,38 +127,38 @@ class GroupScorer:
 
         Raises `InfrastructureError` of the judge, or for a server that it did not reach.
         """
-        what, since = f"group judge {self.name}", user_code.cancellations()
+        what, since = f"group judge {self.name}", user_code.cancellation_count()
         try:
-            limit = limit_of(self.judge, self.alone.timeout_s)
-            seen = watched(task)
-            given = await user_code.call(lambda: self.judge(seen, tuple(episodes)), what=what, timeout_s=limit)
+            limit = timeout_of(self.judge, self.alone.timeout_s)
+            seen = with_checked_data(task)
+            given = await user_code.call_user_code(lambda: self.judge(seen, tuple(episodes)), what=what, timeout_s=limit)
             return self._checked(given, episodes)
-        except user_code.Overdue as error:
-            user_code.report(what, error, trace=False)
+        except user_code.CallTimeout as error:
+            user_code.log_unexpected(what, error, trace=False)
             reason, blame = f"group judge gave no scores within {limit:g} s", Blame.POLICY
-        except NotAScore as error:
-            user_code.report(what, error, trace=False)
-            reason, blame = f"group judge gave {user_code.text_of(error, 500)}", Blame.POLICY
+        except InvalidScore as error:
+            user_code.log_unexpected(what, error, trace=False)
+            reason, blame = f"group judge gave {user_code.error_text(error, 500)}", Blame.POLICY
         except BaseException as error:  # user code may raise anything; the episodes are then unscored
-            if isinstance(error, KeyboardInterrupt | GeneratorExit) or user_code.cancellations() > since:
+            if isinstance(error, KeyboardInterrupt | GeneratorExit) or user_code.cancellation_count() > since:
                 raise
-            if (fault := user_code.cause(error, InfrastructureError)) is not None:
+            if (fault := user_code.first_cause(error, InfrastructureError)) is not None:
                 raise fault from None
-            broken = user_code.cause(error, TaskError) or lacking(task, error, what)
-            if broken is None and (down := outage(error, said=[said for one in episodes for said in said_in(one)])) is not None:
+            broken = user_code.first_cause(error, TaskError) or missing_data_error(task, error, what)
+            if broken is None and (down := outage_of(error, said=[said for one in episodes for said in episode_texts(one)])) is not None:
                 raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
-            user_code.report(what, error, trace=broken is None)
-            reason = f"group judge raised {user_code.describe(broken or error, _REASON)}"
+            user_code.log_unexpected(what, error, trace=broken is None)
+            reason = f"group judge raised {user_code.describe_error(broken or error, _REASON)}"
             blame = Blame.TASK if broken is not None else Blame.POLICY
         return [Score(value=None, reason=reason, blame=blame)] * len(episodes)
 
     def _checked(self, given: object, episodes: Sequence[Episode]) -> Sequence[Score]:
         if not isinstance(given, tuple | list) or len(given) != len(episodes):
             told = f"{len(given)} scores" if isinstance(given, tuple | list) else type(given).__name__
-            raise NotAScore(f"{told}, not a tuple of {len(episodes)} scores")
+            raise InvalidScore(f"{told}, not a tuple of {len(episodes)} scores")
         limits = bounds_of(self.judge)
         turns = ([len(line.turns) for line in episode.trajectories] for episode in episodes)
-        return [checked(one, counts, bounds=limits) for one, counts in zip(given, turns, strict=True)]
+        return [validate_score(one, counts, bounds=limits) for one, counts in zip(given, turns, strict=True)]
 
     async def _joined(self, task: Task, one: ScoredEpisode, judged: Score) -> Score:
         """An attempt's score, from the judge's and from the verifiers'."""

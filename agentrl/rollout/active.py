@@ -28,18 +28,18 @@ from agentrl.records import (
 from agentrl.records.limits import Thinking
 from agentrl.records.memo import Memo
 from agentrl.records.sampling import Sampling
-from agentrl.rollout.episode_sandbox import Workplace
+from agentrl.rollout.episode_sandbox import EpisodeSandbox
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
-from agentrl.rollout.requests import WALL, Elsewhere, Requests, now
-from agentrl.rollout.sub_episode import Apart, set_apart
-from agentrl.rollout.thinking import bound_of, sampled
+from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time
+from agentrl.rollout.sub_episode import SubEpisode, open_sub_episode
+from agentrl.rollout.thinking import sample_turn, thinking_bound
 
 log = logging.getLogger(__name__)
 
-Capture = Callable[[], Awaitable[EpisodeState | None]]
+CaptureState = Callable[[], Awaitable[EpisodeState | None]]
 """The state of an episode that stands between two turns; None when its working directory, or what its tools keep, is too large."""
 
-OnTurn = Callable[[int, Capture], Awaitable[None]]
+TurnListener = Callable[[int, CaptureState], Awaitable[None]]
 """Told, at each boundary of two turns, how many turns there are, and how to capture the state; the episode waits meanwhile."""
 
 MAX_TOOL_FAILURES = 16
@@ -48,10 +48,10 @@ MAX_TOOL_FAILURES = 16
 AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
-class TrajectoryLife:
+class ActiveTrajectory:
     """A `LiveTrajectory`: the turns so far, and the tokens that the next one begins with."""
 
-    def __init__(self, life: EpisodeLife, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, life: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
         self.index = index
         self.parent = begun.parent
         self.turns = list(begun.turns)
@@ -79,7 +79,7 @@ class TrajectoryLife:
         if self._life.turns_begun >= self._life.task.limits.turns:
             return "turn_limit"
         if self._life.out_of_time:
-            return WALL
+            return WALL_LIMIT
         return "" if self._budget() > 0 else "token_limit"
 
     def _budget(self) -> int:
@@ -109,11 +109,11 @@ class TrajectoryLife:
         constraint: str = "",
     ) -> Completion:
         forbids = "a turn is being sampled" if self.sampling else self.stop_reason or self.limit()
-        if forbids == WALL and not self.stop_reason:
+        if forbids == WALL_LIMIT and not self.stop_reason:
             raise OutOfTime("the episode's time has ended")
         if forbids:
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
-        budget, number, started = self._budget(), self._life.turns_begun, now()
+        budget, number, started = self._budget(), self._life.turns_begun, loop_time()
         if max_tokens is not None:
             if max_tokens < 1:
                 raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -122,7 +122,7 @@ class TrajectoryLife:
         try:
             reads = max(0, self.tokens - self._computed)
             ask = partial(self._life.generate, stop_token_ids=stop_token_ids, stop=stop, constraint=constraint, number=number, reads=reads)
-            completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
+            completion = await sample_turn([*self._context, *self.prompt_ids], budget, ask, thinking_bound(self._life.task, thinking))
         except RequestRefused as error:
             self.sampling = False
             if not self._life.turn_count:  # none of its text is the policy's
@@ -131,7 +131,7 @@ class TrajectoryLife:
         except BaseException:
             self.sampling = False
             raise
-        self._generate_s = now() - started
+        self._generate_s = loop_time() - started
         self._computed = self.tokens + len(completion.token_ids)
         return completion
 
@@ -162,7 +162,7 @@ class TrajectoryLife:
         return replace(self._begun, turns=tuple(self.turns), stop_reason=self.stop_reason or stop_reason)
 
 
-class EpisodeLife:
+class ActiveEpisode:
     """A `LiveEpisode`: one attempt, from its first turn or from a state, until `close`."""
 
     def __init__(
@@ -178,7 +178,7 @@ class EpisodeLife:
         max_model_len: int,
         request_timeout_s: float,
         open_timeout_s: float,
-        on_turn: OnTurn | None,
+        on_turn: TurnListener | None,
         tools: ToolSource | None = None,
         memory: EpisodeMemory | None = None,
         pace: Pace | None = None,
@@ -198,7 +198,7 @@ class EpisodeLife:
         self._attempt = attempt
         self.sandboxes = sandboxes
         self._sampling = sampling
-        self.requests = Requests(
+        self.requests = EpisodeRequests(
             policy=policy,
             pace=pace or Pace(),
             limit_s=task.limits.wall_s,
@@ -208,20 +208,20 @@ class EpisodeLife:
         )
         self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
-        self._place = Workplace(self, None if start is None else start.snapshot)
-        self._places: set[Workplace] = set()  # of agents that work apart
+        self._place = EpisodeSandbox(self, None if start is None else start.snapshot)
+        self._places: set[EpisodeSandbox] = set()  # of agents that work apart
         self._running, self._since = 0, 0.0  # calls in progress, and since when there are any
         self._output_chars = 0  # shown by tools
-        self._trajectories = [TrajectoryLife(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
+        self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
             self._go_on_from(start)
-        self._started = now() - self.spent_s
+        self._started = loop_time() - self.spent_s
 
     def _go_on_from(self, start: EpisodeState) -> None:
         """As itself, or under another id as a branch, which inherits every turn."""
         continued = self.id == start.episode_id
         self._trajectories = [
-            TrajectoryLife(self, index, begun if continued else _inherited(begun, start.episode_id), prompt_ids)
+            ActiveTrajectory(self, index, begun if continued else _inherited(begun, start.episode_id), prompt_ids)
             for index, (begun, prompt_ids) in enumerate(zip(start.trajectories, start.prompt_ids, strict=True))
         ]
         self._output_chars = start.output_chars
@@ -229,7 +229,7 @@ class EpisodeLife:
         self.failures = list(start.failures) if continued else []  # those of inherited turns are another's
 
     @property
-    def trajectories(self) -> Sequence[TrajectoryLife]:
+    def trajectories(self) -> Sequence[ActiveTrajectory]:
         return tuple(self._trajectories)
 
     @property
@@ -252,7 +252,7 @@ class EpisodeLife:
 
     @property
     def wall_s(self) -> float:
-        return now() - self._started
+        return loop_time() - self._started
 
     @property
     def out_of_time(self) -> bool:
@@ -260,7 +260,7 @@ class EpisodeLife:
         return self.requests.out_of_time
 
     def time_is_up(self) -> Failure | None:
-        """The failure of this episode at the end of its time, with the blame of `agentrl.rollout.pace.out_of_time`."""
+        """The failure of this episode at the end of its time, with the blame of `agentrl.rollout.pace.blame_for_timeout`."""
         return self.requests.ended(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
@@ -268,10 +268,10 @@ class EpisodeLife:
         """Whether its sandbox was never opened, so that the files are the task's."""
         return self._place.untouched
 
-    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> TrajectoryLife:
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
         begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
         check_tree((*self.record(), begun))
-        self._trajectories.append(TrajectoryLife(self, len(self._trajectories), begun))
+        self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]
 
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
@@ -302,7 +302,7 @@ class EpisodeLife:
         number: int,
         reads: int = 0,
     ) -> Completion:
-        """Raises as `Requests.sample` does. `part`: of a turn whose thinking is bounded."""
+        """Raises as `EpisodeRequests.sample` does. `part`: of a turn whose thinking is bounded."""
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
@@ -319,7 +319,7 @@ class EpisodeLife:
             )
         return made
 
-    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[Elsewhere]:
+    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
         self.stage = "generate"
         return self.requests.elsewhere(at_most, within_s=within_s)
 
@@ -342,20 +342,20 @@ class EpisodeLife:
     async def working_copy(self) -> bytes | None:
         return await self._place.copy()
 
-    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[Apart]:
-        return set_apart(self, copy, self._places)
+    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+        return open_sub_episode(self, copy, self._places)
 
     @contextmanager
     def running(self, sandbox: Sandbox | None) -> Iterator[None]:
         self.stage = "tool" if sandbox is None else "sandbox"
-        started, self._running = now(), self._running + 1
+        started, self._running = loop_time(), self._running + 1
         if self._running == 1:
             self._since = started
         try:
             yield
         finally:
             self._running -= 1
-            ended = now()
+            ended = loop_time()
             self.sandbox_s += 0.0 if sandbox is None else ended - started
             if self._running == 0:  # time counts once, however many calls it went by with
                 self.program_s += ended - self._since
@@ -380,12 +380,12 @@ class EpisodeLife:
             await self._on_turn(self.turn_count, lambda: self._capture(agent_state))
 
     async def _capture(self, agent_state: AgentState) -> EpisodeState | None:
-        wall_s, started = self.wall_s, now()
+        wall_s, started = self.wall_s, loop_time()
         try:
             if self._places:
                 raise ValueError("an agent is at work in a sandbox of its own")
             kept = await agent_state()
-            started = now()
+            started = loop_time()
             return EpisodeState(
                 episode_id=self.id,
                 task_key=self.task.key,
@@ -407,7 +407,7 @@ class EpisodeLife:
             log.info("episode %s cannot be captured after turn %d: %s", self.id, self.turn_count, error)
             return None
         finally:
-            self.sandbox_s += now() - started
+            self.sandbox_s += loop_time() - started
 
     async def close(self) -> None:
         """Ends every sandbox of the episode, and lets none be opened any more."""

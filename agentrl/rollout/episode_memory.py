@@ -7,7 +7,7 @@ from agentrl.records import EpisodeState
 from agentrl.records.memo import Memo
 
 
-class Forgotten:
+class EmptyMemory:
     """An `EpisodeMemory` in which nothing is found, and nothing kept: of an episode that goes on from one with a memory, where there is
     none. Its context tells of the tools."""
 
@@ -25,10 +25,10 @@ class Forgotten:
         return True, "no notes"
 
 
-def memory_of(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:
+def episode_memory(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:
     """The memory of an episode. One that goes on from a state has one where that had one, whatever the recipe says now."""
     if start is None:
         return None if view is None else view.begin()
     if start.memory is None:
         return None
-    return Forgotten(start.memory) if view is None else view.begin(start.memory)
+    return EmptyMemory(start.memory) if view is None else view.begin(start.memory)

@@ -12,14 +12,14 @@ from agentrl.protocols import Sandbox
 from agentrl.records import MAX_SNAPSHOT_BYTES, Task
 
 if TYPE_CHECKING:
-    from agentrl.rollout.active import EpisodeLife
+    from agentrl.rollout.active import ActiveEpisode
 
 
 CLOSE_S = 60.0
 """How long a sandbox may take to close; after that its backend ends it when the run does."""
 
 
-class Workplace:
+class EpisodeSandbox:
     """Where one or several agents of an episode work. Many episodes of a weak policy never open it.
 
     Args:
@@ -27,7 +27,7 @@ class Workplace:
         snapshot: what the working directory holds at first; None: the task's files.
     """
 
-    def __init__(self, life: EpisodeLife, snapshot: bytes | None = None) -> None:
+    def __init__(self, life: ActiveEpisode, snapshot: bytes | None = None) -> None:
         self.lost = False  # a tool was cut short in it: its files mean nothing any more
         self._life = life
         self._snapshot = snapshot
@@ -69,7 +69,7 @@ class Workplace:
         life = self._life
         life.stage = "sandbox"
         task, started = life.task, time.monotonic()
-        files = contents(task) if self._snapshot is None else None
+        files = task_files(task) if self._snapshot is None else None
         try:
             sandbox = await life.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=life.open_timeout_s)
         except (SandboxUnavailable, UnicodeError):  # the files' names and texts have been looked at
@@ -94,18 +94,18 @@ class Workplace:
             await self._end(self._sandbox)
 
     async def _end(self, sandbox: Sandbox) -> None:
-        started, since = time.monotonic(), user_code.cancellations()
+        started, since = time.monotonic(), user_code.cancellation_count()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await sandbox.close()
         except BaseException as error:
-            user_code.let_go(error, since)
-            user_code.report("closing a sandbox", error)
+            user_code.reraise_if_fatal(error, since)
+            user_code.log_unexpected("closing a sandbox", error)
         self._closed = True
         self._life.sandbox_s += time.monotonic() - started
 
 
-def contents(task: Task) -> dict[str, bytes]:
+def task_files(task: Task) -> dict[str, bytes]:
     """The task's files. Raises `TaskError` for names and texts that cannot be written."""
     try:
         files = task.contents()

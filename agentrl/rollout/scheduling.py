@@ -9,25 +9,25 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl.base.scores import alike
-from agentrl.protocols.group_judge import WAITS
+from agentrl.base.scores import all_equal
+from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Cancelled, ScoredEpisode
-from agentrl.rollout.active import EpisodeLife
+from agentrl.rollout.active import ActiveEpisode
 
 SPARE, EQUAL = "spare", "equal"
 """`Cancelled.reason`: as many attempts as the group needs had ended; the first ones had all scored the same."""
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class GroupAttempt:
     """One attempt of a group: waiting, playing, ended, or done without."""
 
-    race: Race
+    race: AttemptScheduler
     number: int
     name: str
     group: int
     job: asyncio.Task[None] | None = None  # None: it has not begun
-    life: EpisodeLife | None = None  # the newest that it played
+    life: ActiveEpisode | None = None  # the newest that it played
     scored: ScoredEpisode | None = None  # None: it has not ended
     given_up: bool = False
 
@@ -36,7 +36,7 @@ class Place:
         return self.race.give_up(self)
 
 
-class Race:
+class AttemptScheduler:
     """The attempts of one group: `size` of them are to count, and `size + spare` may begin.
 
     As many are in play as can still be needed, and `spare` more: one that ends without a score, or is left out, makes room for another.
@@ -50,14 +50,14 @@ class Race:
     """
 
     def __init__(
-        self, names: Sequence[str], *, group: int, size: int, begin: Callable[[Place], asyncio.Task[None] | None], first: int = 0
+        self, names: Sequence[str], *, group: int, size: int, begin: Callable[[GroupAttempt], asyncio.Task[None] | None], first: int = 0
     ) -> None:
-        self.places = tuple(Place(self, number, name, group) for number, name in enumerate(names))
-        self.counted: list[Place] = []  # in the order in which they ended
+        self.places = tuple(GroupAttempt(self, number, name, group) for number, name in enumerate(names))
+        self.counted: list[GroupAttempt] = []  # in the order in which they ended
         self._size, self._spare, self._first = size, len(names) - size, first or size
         self._begin = begin
         self._waiting = list(self.places)
-        self._before: list[Place] = []  # that had ended before; no other begins until they are in
+        self._before: list[GroupAttempt] = []  # that had ended before; no other begins until they are in
         self._may_count = len(names)
         self._over, self._reason = False, SPARE
 
@@ -68,17 +68,17 @@ class Race:
             self._play(place)
         self._go_on()
 
-    def ended(self, place: Place, scored: ScoredEpisode) -> None:
+    def ended(self, place: GroupAttempt, scored: ScoredEpisode) -> None:
         """Told of every attempt that has ended, when it has."""
         place.scored = scored
-        if counts(scored):
+        if counts_for_group(scored):
             if not self._over:
                 self.counted.append(place)
         elif not place.given_up:
             self._may_count -= 1
         self._go_on()
 
-    def give_up(self, place: Place) -> bool:
+    def give_up(self, place: GroupAttempt) -> bool:
         """Whether the group has enough attempts without this one."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
@@ -93,14 +93,16 @@ class Race:
     def episodes(self) -> tuple[ScoredEpisode, ...]:
         """The attempts that the group has, in order: those that count, and those that were left out or have no score."""
         kept = {place.number for place in self.counted}
-        return tuple(one.scored for one in self.places if one.scored and (one.number in kept or not counts(one.scored)))
+        return tuple(one.scored for one in self.places if one.scored and (one.number in kept or not counts_for_group(one.scored)))
 
     @property
     def cancelled(self) -> tuple[Cancelled, ...]:
         """The attempts that it went on without, in order."""
         kept = {place.number for place in self.counted}
         return tuple(
-            _cancelled(one, self._reason) for one in self.places if one.number not in kept and (one.scored is None or counts(one.scored))
+            _cancelled(one, self._reason)
+            for one in self.places
+            if one.number not in kept and (one.scored is None or counts_for_group(one.scored))
         )
 
     def _go_on(self) -> None:
@@ -123,7 +125,7 @@ class Race:
 
     def _equal(self) -> bool:
         scores = [place.scored.score.value for place in self.counted if place.scored is not None]
-        return alike(score for score in scores if score is not None)
+        return all_equal(score for score in scores if score is not None)
 
     def _end(self, reason: str) -> None:
         self._over, self._reason = True, reason
@@ -131,17 +133,17 @@ class Race:
             if place.scored is None and place.job is not None:
                 place.job.cancel()
 
-    def _play(self, place: Place) -> None:
+    def _play(self, place: GroupAttempt) -> None:
         self._waiting.remove(place)
         place.job = self._begin(place)
 
 
-def counts(scored: ScoredEpisode) -> bool:
+def counts_for_group(scored: ScoredEpisode) -> bool:
     """Whether an attempt is one of those that its group needs: it has a score, or the judge of its group will give it one."""
-    return not scored.episode.left_out and (scored.score.value is not None or scored.score.reason == WAITS)
+    return not scored.episode.left_out and (scored.score.value is not None or scored.score.reason == AWAITING_GROUP_JUDGE)
 
 
-def _cancelled(place: Place, reason: str) -> Cancelled:
+def _cancelled(place: GroupAttempt, reason: str) -> Cancelled:
     if place.scored is not None:  # it ended in the very moment in which it was no longer needed
         episode = place.scored.episode
         turns = sum(len(line.own_turns) for line in episode.trajectories)

@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.protocols import ElsewhereRequest, EpisodeMemory, LiveTrajectory, Sandbox, ToolSource
+from agentrl.protocols import EpisodeMemory, ExternalRequest, LiveTrajectory, Sandbox, ToolSource
 from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import ExecResult, Failure, Message, Parent, Task
-from agentrl.rollout.episode_sandbox import Workplace
+from agentrl.rollout.episode_sandbox import EpisodeSandbox
 
 if TYPE_CHECKING:
-    from agentrl.rollout.active import EpisodeLife
+    from agentrl.rollout.active import ActiveEpisode
 
 
 class _Fresh(ForwardingSandbox):
@@ -31,10 +31,10 @@ class _Fresh(ForwardingSandbox):
         return replace(result, restarted=False)
 
 
-class Apart:
+class SubEpisode:
     """A `LiveEpisode`. Trajectories, limits, budgets and failures are those of the whole episode."""
 
-    def __init__(self, life: EpisodeLife, workplace: Workplace) -> None:
+    def __init__(self, life: ActiveEpisode, workplace: EpisodeSandbox) -> None:
         self.id: str = life.id
         self.task: Task = life.task
         self.room: int = life.room
@@ -87,7 +87,7 @@ class Apart:
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
         return self._life.open(agent, parent=parent, prompt=prompt)
 
-    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ElsewhereRequest]:
+    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
         return self._life.elsewhere(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
@@ -98,7 +98,7 @@ class Apart:
     async def working_copy(self) -> bytes | None:
         return await self._workplace.copy()
 
-    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[Apart]:
+    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
         return self._life.apart(copy)
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
@@ -115,12 +115,12 @@ class Apart:
 
 
 @asynccontextmanager
-async def set_apart(life: EpisodeLife, copy: bytes | None, places: set[Workplace]) -> AsyncIterator[Apart]:
+async def open_sub_episode(life: ActiveEpisode, copy: bytes | None, places: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
     """See `LiveEpisode.apart`. What is in `places` the episode closes when it ends, whatever became of the block."""
-    place = Workplace(life, copy)
+    place = EpisodeSandbox(life, copy)
     places.add(place)
     try:
-        yield Apart(life, place)
+        yield SubEpisode(life, place)
     finally:
         await place.close()
         places.discard(place)  # not where closing was cut short: then the episode does it

@@ -53,7 +53,7 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
     live = live or Liveness("the Docker daemon", first_s=120.0)
     silent = False
     while True:
-        if await asyncio.to_thread(docker_client.answers):
+        if await asyncio.to_thread(docker_client.daemon_answers):
             live.progress("answering")
             if silent:
                 alert("the Docker daemon answers again")
@@ -64,14 +64,14 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
         await asyncio.sleep(_PING_S)
 
 
-async def watch_answers(alert: Callable[[str], None]) -> None:
+async def watch_external_servers(alert: Callable[[str], None]) -> None:
     """Alerts when an MCP server or a judge's endpoint answers no request, and when it answers again. Ends only by cancellation.
 
     Each request has its own deadline, after which its connection is closed; a server that a run starts is restarted with the next call.
     """
-    silent: set[liveness.Answers] = set()
+    silent: set[liveness.AnswerLiveness] = set()
     while True:
-        for part in liveness.asked():
+        for part in liveness.external_parts():
             stuck = part.overdue()
             if stuck and part not in silent:
                 silent.add(part)

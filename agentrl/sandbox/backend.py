@@ -52,7 +52,7 @@ class ChannelBackend(abc.ABC):
 
     name: str
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         self.run_label = run_label
         self._root = root
         self._progress = progress
@@ -77,7 +77,7 @@ class ChannelBackend(abc.ABC):
                 return
             async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
-                with cancellation.propagated():
+                with cancellation.propagate_cancellation():
                     tree = await self._ensure(image)
             async with self._compiling:
                 from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
@@ -102,14 +102,14 @@ class ChannelBackend(abc.ABC):
         """
         await self.prepare(spec)
         image = self._images[spec.image]
-        images.note_use(image.server)
+        images.record_use(image.server)
         async with self._under_way(timeout_s):
             sandbox = await self._start(spec, replace(image, instead=server))
             try:
                 if snapshot is not None:
                     await sandbox.restore(snapshot)
                 elif image.begins:
-                    await layout.begin(sandbox)
+                    await layout.fill_workdir(sandbox)
                 if files:
                     await sandbox.write_all(files)
             except BaseException:

@@ -71,12 +71,12 @@ class ChannelSandbox:
                 operation,
                 program,
                 body=body,
-                schema=frames.RAN_IN_SESSION if program.get("session") else frames.RAN,
+                schema=frames.SESSION_RESULT if program.get("session") else frames.RESULT,
                 max_body=2 * (program["output_bytes"] + frames.CUT_MARK_BYTES),
                 timeout_s=program["timeout_s"] + GRACE_S,
             )
         try:
-            return frames.ran(reply.fields, reply.body)
+            return frames.parse_result(reply.fields, reply.body)
         except SandboxError:
             await self.close()
             raise

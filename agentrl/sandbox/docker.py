@@ -43,10 +43,10 @@ from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.inside.room import NAMESPACES, PERIOD_US
-from agentrl.sandbox.lease import lease, mark_folder, remove_folder, runtime_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, sandbox_name, write_run_label
 from agentrl.sandbox.links import accept
-from agentrl.sandbox.processes import Residents
-from agentrl.sandbox.shared_containers import CannotShare, Container, Containers, Keeper, Room
+from agentrl.sandbox.processes import SandboxProcesses
+from agentrl.sandbox.shared_containers import CannotShare, Container, ContainerPool, KeeperClient, SharedSandbox
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +96,11 @@ class DockerBackend(ChannelBackend):
 
     name = "docker"
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._undoing: set[asyncio.Task[None]] = set()  # openings that failed, and shared containers that are ended
-        self._shared = Containers(self._stop)
+        self._shared = ContainerPool(self._stop)
         self._has_shared = False  # a sandbox has opened in a shared container
         self._alone = ""  # why none can be
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
@@ -146,7 +146,7 @@ class DockerBackend(ChannelBackend):
     async def _start_alone(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
-            mark_folder(folder, self.name, self.run_label)
+            write_run_label(folder, self.name, self.run_label)
             listener = egress.EgressListener.where_wanted(name, spec, folder)
             if listener is not None:
                 undo.callback(listener.abandon)
@@ -165,7 +165,7 @@ class DockerBackend(ChannelBackend):
             else:
                 await self._discard(name)
 
-        channel = Channel(reader, writer, name=name, relieve=Residents.of(options, 0).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.of(options, 0).end_programs)
         return await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
 
     # A container for several sandboxes ---------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class DockerBackend(ChannelBackend):
         """Raises `CannotShare` when the first sandbox of all meets something that no other would be spared."""
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
-            mark_folder(folder, self.name, self.run_label)
+            write_run_label(folder, self.name, self.run_label)
             listener = egress.EgressListener.where_wanted(name, spec, folder)
             if listener is not None:
                 undo.callback(listener.abandon)
@@ -200,7 +200,7 @@ class DockerBackend(ChannelBackend):
                 self._shared.give_back(container)
                 await asyncio.to_thread(remove_folder, folder)
 
-        channel = Channel(reader, writer, name=name, relieve=Residents.of(described["options"], 0).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.of(described["options"], 0).end_programs)
         try:
             sandbox = await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
         except SandboxError as error:
@@ -216,11 +216,11 @@ class DockerBackend(ChannelBackend):
         name = sandbox_name()
         return Container(name, self._start_keeper(name, spec, image))
 
-    async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> Keeper:
+    async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> KeeperClient:
         async with sandbox_folder(name) as folder, asyncio.timeout(REQUEST_S):
-            mark_folder(folder, "container", self.run_label)
+            write_run_label(folder, "container", self.run_label)
             link = await self._connect(name, self._shared_container(name, spec, image, folder), folder, image.server, socket.SOCK_SEQPACKET)
-            keeper = Keeper(link, name)
+            keeper = KeeperClient(link, name)
             try:
                 await keeper.ready()
             except BaseException:
@@ -310,11 +310,11 @@ class DockerBackend(ChannelBackend):
         except TimeoutError:
             raise SandboxTimeout(f"the Docker daemon gave no answer in {REQUEST_S:.0f} s") from None
         except (DockerException, requests.RequestException) as error:
-            raise docker_client.fault(error) from error
+            raise docker_client.daemon_error(error) from error
 
     def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         """The body of the daemon's create request. `options` are the exec server's."""
-        mounts = {"/agentrl": folder, **limits.describe(folder, options)}
+        mounts = {"/agentrl": folder, **limits.write_system_files(folder, options)}
         shared_containers = spec.runtime in SHARING
         if not shared_containers:  # one with a kernel of its own shows that kernel's cores, and has terminals and buffers for itself
             del mounts[limits.CORES_FILE]
@@ -322,7 +322,7 @@ class DockerBackend(ChannelBackend):
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
-            "CapAdd": ["SETPCAP", *limits.server_rights()],
+            "CapAdd": ["SETPCAP", *limits.server_capabilities()],
             "SecurityOpt": ["no-new-privileges"],
             "ReadonlyRootfs": True,
             "Tmpfs": {
@@ -357,7 +357,7 @@ class DockerBackend(ChannelBackend):
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
-            "CapAdd": ["SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", *limits.server_rights()],
+            "CapAdd": ["SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", *limits.server_capabilities()],
             "SecurityOpt": ["no-new-privileges", "apparmor=unconfined"],  # its usual profile allows no mount, whatever the rights
             "ReadonlyRootfs": True,
             "Tmpfs": dict.fromkeys(("/tmp", "/home/agent"), "rw,nosuid,nodev,noexec,mode=755,size=65536"),
@@ -392,7 +392,7 @@ class DockerBackend(ChannelBackend):
         options = limits.server_options(name, spec)
         if spec.network:
             options["network"] = {**options["network"], "link": f"fd:{EGRESS_FD}"}
-        sizes = dict.fromkeys(limits.WRITABLE, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
+        sizes = dict.fromkeys(limits.WRITABLE_FOLDERS, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
         return {
             "name": name,
             "options": options,
@@ -403,38 +403,40 @@ class DockerBackend(ChannelBackend):
                 "sockets": limits.socket_bytes(spec),
             },
             "namespaces": list(NAMESPACES),
-            "files": {**limits.told(options), "/etc/hosts": HOSTS, "/etc/hostname": "sandbox\n"},
+            "files": {**limits.system_files(options), "/etc/hosts": HOSTS, "/etc/hostname": "sandbox\n"},
             "terminals": limits.TERMINAL_OPTIONS,
             "settings": limits.NETWORK_SETTINGS,
-            "tmpfs": {path: f"mode=1777,size={size},nr_inodes={limits.inodes(spec)}" for path, size in sizes.items()},
+            "tmpfs": {path: f"mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}" for path, size in sizes.items()},
         }
 
 
-def ensure_image(image: images.Image, progress: images.Progress = images.silent) -> str:
+def ensure_image(image: images.Image, progress: images.Progress = images.no_progress) -> str:
     """The image's tag, after making sure that the daemon has it. Blocking; may take minutes the first time."""
-    if docker_client.state(PREPARE_S) == "silent":
-        raise docker_client.silence()
+    if docker_client.daemon_state(PREPARE_S) == "silent":
+        raise docker_client.silent_daemon_error()
     api = client()
     try:
-        if builds.has(api, image.tag):
+        if builds.has_image(api, image.tag):
             return image.tag
         with images.locked(image, "docker"):
-            if not builds.has(api, image.tag) and not _made(api, image, progress):
+            if not builds.has_image(api, image.tag) and not _made(api, image, progress):
                 tarball = images.ensure_tarball(image, progress)
                 progress(f"importing sandbox image {image.name} into Docker")
                 _import(api, tarball, image.tag)
     except (DockerException, requests.RequestException) as error:
-        raise docker_client.fault(error) from error
+        raise docker_client.daemon_error(error) from error
     return image.tag
 
 
 def client(patience_s: float = REQUEST_S) -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
-    if getattr(_local, "address", "") != docker_client.address():
-        api = docker.APIClient(base_url=docker_client.address(), version=docker_client.API_VERSION, timeout=REQUEST_S)
+    if getattr(_local, "address", "") != docker_client.daemon_address():
+        api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=REQUEST_S)
         # Its `num_pools` goes unheard for local sockets (docker 7.2), hence the adapter of our own.
-        api.mount("http+docker://", UnixHTTPAdapter(docker_client.address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS))
-        _local.api, _local.address = api, docker_client.address()
+        api.mount(
+            "http+docker://", UnixHTTPAdapter(docker_client.daemon_address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS)
+        )
+        _local.api, _local.address = api, docker_client.daemon_address()
     _local.api.timeout = patience_s
     return _local.api
 
@@ -456,7 +458,9 @@ def _listening(path: Path, kind: socket.SocketKind) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def _hand_over(keeper: Keeper, room: dict[str, Any], link: socket.socket, listener: Path | None, instead: Path | None) -> Room:
+def _hand_over(
+    keeper: KeeperClient, room: dict[str, Any], link: socket.socket, listener: Path | None, instead: Path | None
+) -> SharedSandbox:
     """Has `keeper` make a sandbox with these descriptors: its connection, to whom it hands its listener, an exec server of another kind."""
     with contextlib.ExitStack() as stack:
         handed = {"link": link.fileno()}
@@ -470,7 +474,7 @@ def _hand_over(keeper: Keeper, room: dict[str, Any], link: socket.socket, listen
 
 
 def _tmpfs(spec: SandboxSpec, size: int) -> str:
-    return f"rw,nosuid,nodev,exec,mode=1777,size={size},nr_inodes={limits.inodes(spec)}"
+    return f"rw,nosuid,nodev,exec,mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}"
 
 
 # What follows blocks, and runs in the backend's threads ---------------------------------------------------------------
@@ -517,17 +521,17 @@ def ask(question: Callable[[], T], *, without: T) -> T:
     Raises `SandboxTimeout` when the daemon is there and does not answer, `SandboxError` when it misbehaves.
     """
     try:
-        state = docker_client.state()
+        state = docker_client.daemon_state()
     except SandboxUnavailable:
         return without
     if state == "absent":
         return without
     if state == "silent":
-        raise docker_client.silence()
+        raise docker_client.silent_daemon_error()
     try:
         return question()
     except (DockerException, requests.RequestException) as error:
-        raise docker_client.fault(error) from error
+        raise docker_client.daemon_error(error) from error
 
 
 def containers(label: str) -> dict[str, dict[str, str]]:
@@ -540,7 +544,7 @@ def _made(api: docker.APIClient, image: images.Image, progress: images.Progress)
     """Tags the image that the daemon has built or pulled; False when its file tree must be imported instead."""
     if isinstance(image.recipe, BuildContext):
         images.ensure_built(image, progress)
-        if builds.plain(image.built):
+        if builds.usable_as_is(image.built):
             api.tag(image.built, *image.tag.split(":"))
             return True
         return False
@@ -550,7 +554,7 @@ def _made(api: docker.APIClient, image: images.Image, progress: images.Progress)
 def _pulled(api: docker.APIClient, image: images.Image, reference: str, progress: images.Progress) -> bool:
     """Tries the registry; False when it does not answer or has no such image, which is no fault: the image is built instead."""
     progress(f"pulling {reference} for sandbox image {image.name}")
-    puller = docker.APIClient(base_url=docker_client.address(), version=docker_client.API_VERSION, timeout=PULL_S)
+    puller = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=PULL_S)
     try:
         puller.pull(reference)
         builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")

@@ -20,7 +20,7 @@ LABEL_RUN, LABEL_LEASE, LABEL_SHARED = "agentrl.run", "agentrl.lease", "agentrl.
 State = Literal["answers", "silent", "absent"]
 
 
-def address() -> str:
+def daemon_address() -> str:
     """The local daemon's socket: `$DOCKER_HOST` where it names one, else the usual place. Raises `SandboxUnavailable`.
 
     A daemon on another machine cannot be used: sandboxes talk to the driver through a mounted socket.
@@ -31,12 +31,12 @@ def address() -> str:
     return named
 
 
-def state(timeout_s: float = ANSWER_S) -> State:
+def daemon_state(timeout_s: float = ANSWER_S) -> State:
     """What a ping on the local daemon's socket gives within `timeout_s` seconds; `absent` when nobody listens there."""
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(timeout_s)
-            link.connect(address().removeprefix("unix://"))
+            link.connect(daemon_address().removeprefix("unix://"))
             link.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
             return "answers" if b" 200 " in link.recv(64) else "silent"
     except TimeoutError:
@@ -45,18 +45,18 @@ def state(timeout_s: float = ANSWER_S) -> State:
         return "absent"
 
 
-def answers(timeout_s: float = ANSWER_S) -> bool:
+def daemon_answers(timeout_s: float = ANSWER_S) -> bool:
     """True when a Docker daemon answers a ping on its local socket within `timeout_s` seconds."""
-    return state(timeout_s) == "answers"
+    return daemon_state(timeout_s) == "answers"
 
 
-def silence() -> SandboxTimeout:
+def silent_daemon_error() -> SandboxTimeout:
     """The error for a daemon that is there and does not answer."""
-    return SandboxTimeout(f"the Docker daemon at {address()} takes connections and gives no answer; it must be restarted")
+    return SandboxTimeout(f"the Docker daemon at {daemon_address()} takes connections and gives no answer; it must be restarted")
 
 
-def fault(error: Exception) -> SandboxError:
+def daemon_error(error: Exception) -> SandboxError:
     """What went wrong between us and the daemon, as an error of ours."""
     if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)):
-        return SandboxTimeout(f"the Docker daemon at {address()} gave no answer in time: {error}")
+        return SandboxTimeout(f"the Docker daemon at {daemon_address()} gave no answer in time: {error}")
     return SandboxError(f"Docker daemon: {error}")

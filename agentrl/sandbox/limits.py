@@ -15,13 +15,13 @@ from agentrl.sandbox import egress, seccomp
 from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20
-RESERVE = 48 * MEBIBYTE
+RESERVED_BYTES = 48 * MEBIBYTE
 """Memory that files never take: the exec server and the start of one program fit in it."""
 SMALLEST_DISK = 4 * MEBIBYTE
 INODES_PER_MEBIBYTE = 40
 INODE_BYTES = 1100
 """Kernel memory of an empty file: its inode and its name."""
-WRITABLE = ("/home/agent", "/tmp", "/dev/shm")
+WRITABLE_FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
 AGENT_USERS, SERVER_USERS, USERS = 0x70000000, 0x78000000, 0x07FFFFFF
 """User ids of agents and of exec servers, from a range that systemd's table of ids keeps free (systemd.io/UIDS-GIDS)."""
 CORES_FILE = "/sys/devices/system/cpu/online"
@@ -29,9 +29,9 @@ CORES_FILE = "/sys/devices/system/cpu/online"
 QUEUED_SIGNALS, QUEUE_BYTES = 4096, 262_144
 SOCKET_SHARE = 8
 """What TCP and UDP hold in buffers may be this part of a sandbox's memory, and comes on top where the kernel counts it apart (v1)."""
-TERMINALS = 16
+MAX_TERMINALS = 16
 """Pseudo terminals of a sandbox. The machine has 3,072 for all (`kernel.pty.max` without `kernel.pty.reserve`)."""
-TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
+TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={MAX_TERMINALS}"
 NETWORK_SETTINGS = {
     "net.ipv4.tcp_rmem": "4096 16384 262144",
     "net.ipv4.tcp_wmem": "4096 16384 262144",
@@ -51,11 +51,13 @@ def shared_memory_bytes(spec: SandboxSpec) -> int:
 
 def disk_bytes(spec: SandboxSpec) -> int:
     """Size of the working directory, and of /tmp. They are memory, so that both full must leave room to go on."""
-    room = (spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE) * inodes(spec) * INODE_BYTES - RESERVE) // 2
+    room = (
+        spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
+    ) // 2
     return min(spec.disk_mb * MEBIBYTE, max(room, SMALLEST_DISK))
 
 
-def inodes(spec: SandboxSpec) -> int:
+def max_inodes(spec: SandboxSpec) -> int:
     """Files and folders that each of the writable folders may hold: an empty one still takes kernel memory."""
     return INODES_PER_MEBIBYTE * spec.memory_mb
 
@@ -65,7 +67,7 @@ def socket_bytes(spec: SandboxSpec) -> int:
     return spec.memory_mb * MEBIBYTE // SOCKET_SHARE
 
 
-def told(options: dict[str, Any]) -> dict[str, str]:
+def system_files(options: dict[str, Any]) -> dict[str, str]:
     """The files that tell programs who they are and what they have: path in the sandbox -> content."""
     agent, home = options["agent"], HOME
     passwd = (
@@ -75,10 +77,10 @@ def told(options: dict[str, Any]) -> dict[str, str]:
     return {"/etc/passwd": passwd, CORES_FILE: ",".join(map(str, options["cores"])) + "\n"}
 
 
-def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
-    """Writes the files of `told` to `folder`; gives where in the sandbox each is shown."""
+def write_system_files(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
+    """Writes the files of `system_files` to `folder`; gives where in the sandbox each is shown."""
     shown = {}
-    for path, text in told(options).items():
+    for path, text in system_files(options).items():
         shown[path] = folder / PurePath(path).name
         shown[path].write_text(text)
     return shown
@@ -93,7 +95,7 @@ def cores(spec: SandboxSpec) -> list[int]:
 
 
 @functools.cache
-def server_rights() -> dict[str, int]:
+def server_capabilities() -> dict[str, int]:
     """Capabilities (name -> number) that the exec server keeps: to end programs of another user, and to become that user.
 
     With SYS_RESOURCE a program cannot make itself a less likely victim than the server when memory runs out. Some machines do
@@ -114,10 +116,10 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
     return {
         "agent": AGENT_USERS + number,
         "server": SERVER_USERS + number,
-        "rights": list(server_rights().values()),
+        "rights": list(server_capabilities().values()),
         "cores": cores(spec),
         "open_files": spec.open_files,
         "grouped": grouped,
         "limits": {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": QUEUED_SIGNALS, "RLIMIT_MSGQUEUE": QUEUE_BYTES},
-        "filter": seccomp.program().hex() if seccomp.supported() else "",
+        "filter": seccomp.filter_program().hex() if seccomp.supported() else "",
     } | egress.server_options(spec)

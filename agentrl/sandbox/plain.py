@@ -17,7 +17,7 @@ from agentrl.sandbox.pool import PoolableSandbox
 _ANSWER_S = 60.0
 
 
-class Poolable:
+class PoolAdapter:
     """A `PoolableBackend` around any `SandboxBackend`."""
 
     def __init__(self, backend: SandboxBackend) -> None:

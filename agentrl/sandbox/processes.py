@@ -1,7 +1,7 @@
 """The processes of a sandbox as the host sees them, and a way to kill its programs from outside.
 
 An exec server ends its programs. If it does not answer in time, either it is at fault, or programs take all CPU time.
-`Residents.end_programs` decides: it kills the programs and returns whether there were any, or the server was waiting for a CPU. So a
+`SandboxProcesses.end_programs` decides: it kills the programs and returns whether there were any, or the server was waiting for a CPU. So a
 program cannot turn its time-out into an infrastructure fault.
 """
 
@@ -38,7 +38,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Residents:
+class SandboxProcesses:
     """The users of one sandbox, which identify its processes. If both are the user of the host, descendants of the process `top` do."""
 
     server: int
@@ -46,7 +46,7 @@ class Residents:
     top: int = 0
 
     @classmethod
-    def of(cls, options: dict[str, Any], top: int) -> Residents:
+    def of(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
         """For an exec server started with `options` (see `allowance.server_options`), below the process `top` if this user is not root."""
         if os.geteuid() == 0 or not top:
             return cls(server=options["server"], agent=options["agent"])

@@ -26,7 +26,7 @@ SLOTS = 16
 LIFETIME = 256
 KEEPER_BYTES = 64 << 20
 """Memory that a container has besides its sandboxes'."""
-IDLE = 8
+MAX_IDLE = 8
 """Containers without a sandbox that are kept for the next one; the one unused for longest goes first."""
 ENDING_S = 60.0
 """How long a sandbox may take to end after its first process has been killed; then its container takes no further sandbox."""
@@ -40,7 +40,7 @@ class CannotShare(SandboxError):
 
 
 @dataclass(slots=True)
-class Room:
+class SharedSandbox:
     """A sandbox in a shared container. `failure`: what its first process said was in the way, and the kernel's number for it."""
 
     id: int
@@ -54,7 +54,7 @@ class Room:
         return bool(self.failure) and self.code not in _SHORT_OF
 
 
-class Keeper:
+class KeeperClient:
     """The connection to the keeper of one container. The first thing out of order ends it, and with it everything in the container."""
 
     def __init__(self, link: socket.socket, name: str) -> None:
@@ -63,7 +63,7 @@ class Keeper:
         self.retired = False  # takes no further sandbox; the present ones continue
         self.cannot = ""
         self._link = link
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, SharedSandbox] = {}
         self._numbers = itertools.count()
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -77,15 +77,15 @@ class Keeper:
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} ended before it was ready")
 
-    def open(self, room: Mapping[str, Any], handed: Mapping[str, int]) -> Room:
+    def open(self, room: Mapping[str, Any], handed: Mapping[str, int]) -> SharedSandbox:
         """Has a sandbox made that is handed these descriptors. What comes of it is seen at its own connection. Raises `SandboxError`."""
-        made = Room(next(self._numbers))
+        made = SharedSandbox(next(self._numbers))
         if not self._asked({"op": "open", "id": made.id, "handed": list(handed), **room}, list(handed.values())):
             raise SandboxError(f"container {self.name} does not read its requests")
         self._rooms[made.id] = made
         return made
 
-    async def end(self, room: Room, patience_s: float) -> None:
+    async def end(self, room: SharedSandbox, patience_s: float) -> None:
         """Returns once nothing of the sandbox is left; it is killed when `patience_s` are over. Raises `SandboxError`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
@@ -158,7 +158,7 @@ class Keeper:
 class Container:
     """One shared container: its keeper, once that has said that it is ready, and how many slots of it are taken."""
 
-    def __init__(self, name: str, starting: Awaitable[Keeper]) -> None:
+    def __init__(self, name: str, starting: Awaitable[KeeperClient]) -> None:
         self.name = name
         self.starting = asyncio.ensure_future(starting)
         self.taken = 0
@@ -184,7 +184,7 @@ Start = Callable[[], Container]
 Stop = Callable[[Container], None]
 
 
-class Containers:
+class ContainerPool:
     """The shared containers of a backend, by what makes two sandboxes fit into one. `stop` is told of each that is done with."""
 
     def __init__(self, stop: Stop) -> None:
@@ -211,7 +211,7 @@ class Containers:
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()
         idle = sorted((other for here in self._containers.values() for other in here if not other.taken), key=lambda other: other.used)
-        kept = [other for other in idle if other.has_room][-IDLE:]
+        kept = [other for other in idle if other.has_room][-MAX_IDLE:]
         for other in idle:
             if other not in kept:
                 self._drop(other)

@@ -19,12 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.base.error_text import in_log
-from agentrl.base.files import tail
+from agentrl.base.error_text import cause_in_log
+from agentrl.base.files import tail_bytes
 from agentrl.base.liveness import Liveness
-from agentrl.base.processes import openmp
-from agentrl.base.run_lock import hold_part
-from agentrl.base.secrets import without_secrets
+from agentrl.base.processes import openmp_environment
+from agentrl.base.run_lock import hold_shared_lock
+from agentrl.base.secrets import child_environment
 from agentrl.errors import DiskFull, ServingError, UserError
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
@@ -160,7 +160,7 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """What its environment has beside the driver's: `environment`."""
+        """What its environment has beside the driver's: `server_environment`."""
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
@@ -193,13 +193,13 @@ class ServerProcess(ABC):
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)
         self._control = ControlPlane(f"http://{host}:{self._port.number}", key=self.key)
-        part = hold_part(self._folder)
+        part = hold_shared_lock(self._folder)
         try:
             with self.log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command(self._port.number),
-                    env={**without_secrets(os.environ), **self._environment(self._scratch), access.VARIABLE: self.key},
+                    env={**child_environment(os.environ), **self._environment(self._scratch), access.KEY_VARIABLE: self.key},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -274,7 +274,7 @@ def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_th
     return [*launch, *threads, "--", *(part for pair in guarded.items() for part in pair), *flags]
 
 
-def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
+def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
     """What a vLLM server's environment has beside the driver's.
 
     Args:
@@ -301,11 +301,11 @@ def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
         "TORCHDYNAMO_DISABLE": "1",
-        **openmp(cpu_threads, alone=alone),
+        **openmp_environment(cpu_threads, alone=alone),
     }
 
 
-def threads_or_all(threads: int, *, servers: int = 1) -> int:
+def thread_count(threads: int, *, servers: int = 1) -> int:
     """A number of CPU threads; 0 stands for all cores, of which each of several servers gets its share, and one at least."""
     return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 
@@ -352,7 +352,7 @@ def _seldom_given() -> list[int]:
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:
     """What a server's log says from byte `start` on, and the fix where there is one."""
     with contextlib.suppress(OSError):
-        return in_log(tail(log_path, most=_LOG_BYTES, start=start))
+        return cause_in_log(tail_bytes(log_path, most=_LOG_BYTES, start=start))
     return "", ""
 
 

@@ -16,7 +16,7 @@ class _Placed:
     tokens: int = 0  # of its longest context so far
 
 
-class Routing:
+class EpisodeRouter:
     """Books of who is where. Holds no server and waits for nothing, so that a choice and its entry are one step.
 
     An episode stays where it is while that replica is able. Otherwise it goes to a replica that has an episode of the same task, whose

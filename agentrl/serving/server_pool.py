@@ -18,18 +18,18 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import ServerDied, ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
-from agentrl.serving.routing import Routing
-from agentrl.serving.supervisor import ServedPolicy, ServerLost, mark_serving, to_serve
+from agentrl.serving.routing import EpisodeRouter
+from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving, version_to_serve
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """How often requests look for a server where there is none, and a server that came back is looked for."""
 
-_Take = Callable[[ServedPolicy, PolicyVersion], Awaitable[SwapReport | None]]
+_Take = Callable[[SupervisedServer, PolicyVersion], Awaitable[SwapReport | None]]
 
 
-class ReplicatedPolicy:
+class ServerPool:
     """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights, each with a cache of its own.
 
     A request that a dying server never received goes to another one, with the exact tokens so far; those in flight on it fail, as they do
@@ -45,16 +45,18 @@ class ReplicatedPolicy:
         gpus: Sequence[str] = (),
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty: as in the driver. `alert`: as for `ServedPolicy`."""
+        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty: as in the driver. `alert`: as for `SupervisedServer`."""
         count = recipe.serving.replicas
         self.version = -1
         self.sha256 = ""
         self._recipe, self._registry, self._alert = recipe, registry, alert
         self._replicas = [
-            ServedPolicy(recipe, run_dir, registry, gpus=gpus[number] if gpus else None, name=str(number), newest=self._newest, alert=alert)
+            SupervisedServer(
+                recipe, run_dir, registry, gpus=gpus[number] if gpus else None, name=str(number), newest=self._newest, alert=alert
+            )
             for number in range(count)
         ]
-        self._routing = Routing(count, apart=alike_together(recipe))
+        self._routing = EpisodeRouter(count, apart=max_load_lead(recipe))
         self._sampled = [0] * count  # tokens, since the figures were last told
         self._floor = -1  # a server with less gets no request: `version`, or less on the way back to an older one
         self._moving = asyncio.Lock()  # one version at a time is taken in
@@ -78,7 +80,7 @@ class ReplicatedPolicy:
         return CacheUse(reading=min(use.reading for use in found), shares=tuple(share for use in found for share in use.shares))
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts all servers side by side. Raises what `ServedPolicy.start` does when one of them cannot be started."""
+        """Starts all servers side by side. Raises what `SupervisedServer.start` does when one of them cannot be started."""
         async with asyncio.TaskGroup() as starting:
             for replica in self._replicas:
                 starting.create_task(replica.start(version, await_probe=await_probe))
@@ -113,7 +115,7 @@ class ReplicatedPolicy:
         async with self._moving:
             began, former = time.perf_counter(), self._registry.get(self.version)
             try:
-                reports = await self._move(version, ServedPolicy.take)
+                reports = await self._move(version, SupervisedServer.take)
             except SwapError:
                 await self._return(former)
                 raise
@@ -130,7 +132,7 @@ class ReplicatedPolicy:
         """Serves `version`, published earlier, instead of one that the learner has retracted."""
         async with self._moving:
             self._floor = min(self._floor, version.number)
-            await self._move(version, ServedPolicy.become)
+            await self._move(version, SupervisedServer.become)
             mark_serving(self._registry, version)
             await self._tell(version)
 
@@ -175,7 +177,7 @@ class ReplicatedPolicy:
         try:
             async with asyncio.timeout(self._recipe.serving.startup_timeout_s), self._looking:
                 while not (able := self._able()):
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
                 return able
         except TimeoutError:
             raise ServerDied("none of the inference servers came back") from None
@@ -197,7 +199,7 @@ class ReplicatedPolicy:
                 while True:
                     found = next((replica for replica in self._replicas if replica.open), None)
                     if found is None:
-                        await asyncio.sleep(LOOK_S)
+                        await asyncio.sleep(POLL_S)
                         continue
                     deadline.reschedule(None)  # the swap has deadlines of its own
                     try:
@@ -208,7 +210,7 @@ class ReplicatedPolicy:
         except TimeoutError:
             raise ServerDied("none of the inference servers came back") from None
 
-    async def _follow(self, replica: ServedPolicy, version: PolicyVersion, take: _Take) -> SwapReport | None:
+    async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Brings a server to a version that another one serves. Raises `SwapError` where the version was taken back meanwhile."""
         try:
             return await take(replica, version)
@@ -231,7 +233,7 @@ class ReplicatedPolicy:
             except SwapError as error:
                 replica.condemn(f"it cannot go back to version {former.number}: {error}")
 
-    def _late(self, version: PolicyVersion) -> list[ServedPolicy]:
+    def _late(self, version: PolicyVersion) -> list[SupervisedServer]:
         """Servers that answer, and with another version."""
         wanted = (version.number, version.sha256)
         return [replica for replica in self._replicas if replica.open and (replica.version, replica.sha256) != wanted]
@@ -239,7 +241,7 @@ class ReplicatedPolicy:
     async def _catch_up(self) -> None:
         """Brings servers that were away while the others took a version in to what the others serve."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             if self._moving.locked():
                 continue
             async with self._moving:
@@ -248,7 +250,7 @@ class ReplicatedPolicy:
                     continue  # it was retracted, and the run falls back to another one
                 for replica in self._late(version):
                     try:
-                        await self._follow(replica, version, ServedPolicy.become)
+                        await self._follow(replica, version, SupervisedServer.become)
                     except SwapError as error:
                         log.warning("%s stays behind version %d: %s", replica.what, version.number, error)
 
@@ -269,7 +271,7 @@ class ReplicatedPolicy:
         current = self._registry.get(self.version)
         if any(replica.open for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current
-        found = to_serve(self._registry)
+        found = version_to_serve(self._registry)
         if found is not None and found.number < self.version and not any(replica.open for replica in self._replicas):
             self.version, self.sha256, self._floor = found.number, found.sha256, found.number
         return found
@@ -281,7 +283,7 @@ class ReplicatedPolicy:
             self._changed.notify_all()
 
 
-def alike_together(recipe: Recipe) -> int:
+def max_load_lead(recipe: Recipe) -> int:
     """How many contexts a server may be ahead and still get an episode of a task that it has: a whole group, so that groups stay
     together, but no more than its fair share of the episodes in flight, so that a few large groups are divided."""
     rollout, servers = recipe.rollout, recipe.serving.replicas

@@ -17,10 +17,10 @@ from agentrl.plugins import parts
 from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
-from agentrl.serving.probe import FILE, disagreement, read_probe
-from agentrl.serving.server import log_name, title
+from agentrl.serving.probe import PROBE_FILE, max_logprob_difference, read_probe
+from agentrl.serving.server import server_log_name, server_title
 from agentrl.version import deltas
-from agentrl.version.server_address import announce, withdraw
+from agentrl.version.server_address import announce_server, withdraw_server
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ class ServerLost(SwapError):
     """The server died in the middle of a swap."""
 
 
-class ServedPolicy:
+class SupervisedServer:
     """A `PolicyServer` on a supervised vLLM server: requests wait at a gate while the server is restarted.
 
     `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. Several servers of one
-    policy are several of these behind `agentrl.serving.server_pool.ReplicatedPolicy`, which asks them without waiting for a successor:
+    policy are several of these behind `agentrl.serving.server_pool.ServerPool`, which asks them without waiting for a successor:
     `open`, `answer`, `take`, `become`.
     """
 
@@ -59,7 +59,7 @@ class ServedPolicy:
         Args:
             gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
             name: of one of several servers of a run; empty: it is the only one, which the learner is told of.
-            newest: the version that a restarted server begins with; None: `to_serve` of the registry.
+            newest: the version that a restarted server begins with; None: `version_to_serve` of the registry.
             alert: called with a message for the user when a server is restarted.
         """
         self.version = -1
@@ -67,8 +67,8 @@ class ServedPolicy:
         self._restarts = Restarts()
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
-        self._name, self._newest, self._alert = name, newest or (lambda: to_serve(registry)), alert
-        self.what = title(name)
+        self._name, self._newest, self._alert = name, newest or (lambda: version_to_serve(registry)), alert
+        self.what = server_title(name)
         self._nccl = recipe.serving.weight_transfer == "nccl"
         self._server: VLLMServer | None = None
         self._gone: VLLMServer | None = None  # the server, once it was seen dead
@@ -105,7 +105,7 @@ class ServedPolicy:
         if base is not version:
             await self._swap_in_adapter(self._channel, version)
         if self._nccl and not self._name:
-            announce(self._run_dir, server.url, key=server.key)
+            announce_server(self._run_dir, server.url, key=server.key)
         await self._set_version(version)
         self._ready.set()
 
@@ -215,7 +215,7 @@ class ServedPolicy:
 
     def _probed(self, version: PolicyVersion) -> bool:
         """Whether it can be swapped in: version 0 was not published by a learner, so a server is started with it instead."""
-        return version.number > 0 and (self._run_dir / version.folder / FILE).exists()
+        return version.number > 0 and (self._run_dir / version.folder / PROBE_FILE).exists()
 
     async def _start_with(self, version: PolicyVersion) -> None:
         self._ready.clear()
@@ -236,7 +236,7 @@ class ServedPolicy:
     async def _swap(self, version: PolicyVersion) -> SwapReport:
         folder = self._run_dir / version.folder
         if (probe := read_probe(folder)) is None:
-            raise SwapError(f"version {version.number} has no {FILE} in {folder}: it was retracted meanwhile")
+            raise SwapError(f"version {version.number} has no {PROBE_FILE} in {folder}: it was retracted meanwhile")
         for tries in itertools.count(1):
             try:
                 return await self._swap_once(version, folder, probe)
@@ -306,7 +306,7 @@ class ServedPolicy:
             async with self._busy:
                 failures = self._restarts.failed()
                 if failures > _RESTARTS:
-                    raise ServingError(f"{self.what} died {failures} times in a row; see logs/{log_name(self._name)}")
+                    raise ServingError(f"{self.what} died {failures} times in a row; see logs/{server_log_name(self._name)}")
                 self._alert(f"{self.what} is replaced: {server.end}; restart {failures} of at most {_RESTARTS} in a row")
                 await self._stop()
                 if self._nccl:
@@ -324,7 +324,7 @@ class ServedPolicy:
     async def _swap_in_adapter(self, channel: WeightChannel, version: PolicyVersion) -> None:
         folder, serving = self._run_dir / version.folder, self._recipe.serving
         if (probe := read_probe(folder)) is None:
-            raise SwapError(f"version {version.number} has no {FILE} in {folder}: it was retracted meanwhile")
+            raise SwapError(f"version {version.number} has no {PROBE_FILE} in {folder}: it was retracted meanwhile")
         await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
 
     async def _prove(self, server: VLLMServer, version: PolicyVersion, *, await_probe: bool) -> None:
@@ -334,7 +334,7 @@ class ServedPolicy:
         while (probe := read_probe(folder)) is None and await_probe:
             if asyncio.get_running_loop().time() > until:
                 raise ServingError(
-                    f"version {version.number} has no {FILE} after {serving.startup_timeout_s:g} s: the learner writes it after loading the"
+                    f"version {version.number} has no {PROBE_FILE} after {serving.startup_timeout_s:g} s: the learner writes it after loading the"
                     " model\n  fix: see logs/learner.log, or raise serving.startup_timeout_s"
                 )
             await asyncio.sleep(_WATCH_S)
@@ -342,12 +342,12 @@ class ServedPolicy:
             return
         try:
             async with asyncio.timeout(serving.request_timeout_s):
-                diff = await disagreement(server, version.number, probe)
+                diff = await max_logprob_difference(server, version.number, probe)
         except TimeoutError:
             raise ServingError(f"{self.what} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
         if not diff <= serving.probe_max_abs_diff:
             raise ServingError(
-                f"{self.what} was started with version {version.number} and differs by {diff:.3g} nats from {folder / FILE};"
+                f"{self.what} was started with version {version.number} and differs by {diff:.3g} nats from {folder / PROBE_FILE};"
                 f" the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the published weights, or set"
                 " policy.dtype to that of the reference (bfloat16 needs a limit of about 0.15)"
             )
@@ -355,7 +355,7 @@ class ServedPolicy:
     async def _stop(self) -> None:
         self._ready.clear()  # a restart may have let requests through while `fall_back` waited for it
         if not self._name:
-            withdraw(self._run_dir)
+            withdraw_server(self._run_dir)
         cut_off, self._channel, self._client = (self._channel, self._client), None, None  # so that requests see that it has gone
         for part in cut_off:
             if part is not None:
@@ -381,7 +381,7 @@ async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
     """The weight channel that a recipe names, on one server. Raises `PluginError`."""
-    made: WeightChannel = parts.make(
+    made: WeightChannel = parts.make_part(
         parts.CHANNEL, config.weight_transfer, config.weight_transfer_options, server, registry_folder=registry_folder
     )
     return made
@@ -398,6 +398,6 @@ def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
         log.warning("version %d was retracted while it was swapped in", version.number)  # its successor is on its way
 
 
-def to_serve(registry: VersionRegistry) -> PolicyVersion | None:
+def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:
     """The version that a server should answer with; after the serving one was rolled back, the newest that was not."""
     return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE, VersionState.SERVED)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import h11
 
 from agentrl.errors import ServingError
-from agentrl.serving.access import headers as access
+from agentrl.serving.access import auth_headers as access
 
 MAX_ANSWER_BYTES = 256 << 20
 """Of one answer; one of the longest completion with the largest supports takes some tens of MiB."""
@@ -28,7 +28,7 @@ class UnsentError(ServingError):
     """The request never reached the server, so a retry is safe."""
 
 
-class Wire:
+class HttpTransport:
     """Requests to one `http://host:port`, at most `max_connections` at a time; others wait. Use from one event loop."""
 
     def __init__(self, url: str, *, key: str = "", max_connections: int) -> None:

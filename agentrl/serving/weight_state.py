@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from agentrl.errors import ServingError
 
 
-class WeightsInService:
+class WeightState:
     """The serving version, the one on probation after a swap, and the salt that separates their cached prefixes.
 
     New weights are on probation from their first answer until their probe agrees: tokens they sample are withheld until then

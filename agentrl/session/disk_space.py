@@ -9,14 +9,14 @@ from pathlib import Path
 
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
-from agentrl.version.deltas import tensors
+from agentrl.version.deltas import read_safetensors_header
 
 _WORTH_SAYING = 2 << 30  # bytes
 _MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master and two optimizer moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class DiskSpace:
     """Disk space that a run needs."""
 
     base: int  # bytes of the copy of the initial model
@@ -36,14 +36,14 @@ class Room:
         return 2 * self.base + self.versions * self.version + self.checkpoints * self.checkpoint
 
 
-def room(recipe: Recipe, model: Path) -> Room:
+def required_disk_space(recipe: Recipe, model: Path) -> DiskSpace:
     """The disk space for a run that starts from `model`, a folder of safetensors. Experience and logs are not included."""
-    shapes = [entry["shape"] for path in model.glob("*.safetensors") for entry in tensors(path).values()]
+    shapes = [entry["shape"] for path in model.glob("*.safetensors") for entry in read_safetensors_header(path).values()]
     width = 2 if recipe.policy.dtype == "bfloat16" else 4
     learner, weights = recipe.learner, sum(map(math.prod, shapes))
     trained = weights if learner.lora is None else sum(learner.lora.rank * sum(shape) for shape in shapes if len(shape) == 2)
     critics = 2 if recipe.critic is not None else 1
-    return Room(
+    return DiskSpace(
         base=weights * width,
         version=trained * width,
         checkpoint=critics * trained * (width + _MASTERS),
@@ -52,12 +52,12 @@ def room(recipe: Recipe, model: Path) -> Room:
     )
 
 
-def check_room(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
+def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
     """Notes on the disk space that a run needs in its folder; empty if it needs little and the disk has enough.
 
     Raises `UserError` if the first step does not fit on the disk.
     """
-    wanted, held = room(recipe, model), _held(folder)
+    wanted, held = required_disk_space(recipe, model), _held(folder)
     free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     parts = (
         f"{wanted.versions} versions of {_gib(wanted.version)} (learner.keep_versions={recipe.learner.keep_versions})"

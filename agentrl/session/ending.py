@@ -16,8 +16,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentrl.base import user_code
-from agentrl.base.error_text import disk_full, first, leaves, location, short
-from agentrl.base.secrets import redacted
+from agentrl.base.error_text import disk_full_error, group_members, main_error, one_line_error, raise_location
+from agentrl.base.secrets import redact
 from agentrl.errors import AgentRLError, UserError
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,17 @@ _CROWDED = 16 << 20
 
 
 @contextmanager
-def kept_going(folder: Path, doing: str) -> Iterator[None]:
+def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
     """Runs a step on which no result depends: an error in it becomes a warning, and its traceback goes to the driver's log."""
     try:
         yield
     except Exception as second:
-        write_down(folder, f"a further error, in {doing}", second)
-        log.warning("%s: %s", doing, short(second))
+        append_driver_log(folder, f"a further error, in {doing}", second)
+        log.warning("%s: %s", doing, one_line_error(second))
 
 
 @asynccontextmanager
-async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
+async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
     """An exit stack whose errors on closing go to the driver's log. If the block succeeded, they become a warning, because its results are
     complete and only open resources may be left behind. A cancellation is raised."""
     body: BaseException | None = None
@@ -53,7 +53,7 @@ async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
     except BaseException as last:
         if last is body or (body is None and not isinstance(last, Exception)):
             raise
-        write_down(folder, "a further error, in closing what was open", last)
+        append_driver_log(folder, "a further error, in closing what was open", last)
         if body is None:
             _left(last)
     if body is not None:
@@ -61,7 +61,7 @@ async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
 
 
 @asynccontextmanager
-async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def close_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Calls `close` after the block, whether or not it raises. An error in `close` becomes a warning."""
     try:
         yield
@@ -73,13 +73,15 @@ async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[No
 
 
 def _left(error: BaseException) -> None:
-    log.warning("closing failed, and sandboxes may be left behind (agentrl sandbox prune removes them): %s", short(first(error)))
+    log.warning(
+        "closing failed, and sandboxes may be left behind (agentrl sandbox prune removes them): %s", one_line_error(main_error(error))
+    )
 
 
-def write_down(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
+def append_driver_log(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
     """Appends an event, or an error with its traceback, to `logs/driver.log` of a run folder. Returns None if it cannot be written."""
     path = folder / DRIVER_LOG
-    trace = f"{redacted(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
+    trace = f"{redact(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace}"
     try:
         if not path.parent.is_dir():
@@ -91,30 +93,32 @@ def write_down(folder: Path, what: str, error: BaseException | None = None) -> P
     return path
 
 
-def stopped(error: BaseException) -> bool:
+def ended_by_user(error: BaseException) -> bool:
     """Whether a person ended it, and nothing else went wrong."""
-    return all(isinstance(leaf, asyncio.CancelledError) or user_code.interrupted(leaf) for leaf in leaves(error))
+    return all(isinstance(leaf, asyncio.CancelledError) or user_code.is_interrupt(leaf) for leaf in group_members(error))
 
 
-def explain(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:
+def report_error(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:
     """Says on standard error what ended a command, with one cause, and returns the exit code.
 
     Args:
         folder: the run folder, whose `logs/driver.log` gets the traceback. Without one, a bug shows it.
         go_on: the command that continues the run, if there is a run to continue.
     """
-    cause = first(error)
+    cause = main_error(error)
     plain = isinstance(cause, UserError) and cause is error
-    written = write_down(folder, "the run failed", error) if folder is not None and not plain else None
+    written = append_driver_log(folder, "the run failed", error) if folder is not None and not plain else None
     lines = _words(cause, folder)
     if go_on:
         lines.append(f"  continue with: {go_on}")
     if written is not None and not isinstance(cause, UserError):
         lines.append(f"  traceback: {written}")
-    elif written is None and not isinstance(cause, AgentRLError | OSError) and not disk_full(cause):  # what the system refuses is no bug
-        print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    elif (
+        written is None and not isinstance(cause, AgentRLError | OSError) and not disk_full_error(cause)
+    ):  # what the system refuses is no bug
+        print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     told = user_code.printable(
-        redacted("\n".join(lines)).expandtabs(4), _MOST_TOLD
+        redact("\n".join(lines)).expandtabs(4), _MOST_TOLD
     )  # files and what is in them may be named as anybody likes
     print(told, file=sys.stderr, flush=True)
     return 2 if isinstance(cause, UserError) else 1
@@ -123,11 +127,13 @@ def explain(error: BaseException, *, folder: Path | None = None, go_on: str = ""
 def _words(cause: BaseException, folder: Path | None) -> list[str]:
     if isinstance(cause, UserError):
         return [f"error: {cause}"]
-    if (full := disk_full(cause)) is not None:
-        told = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else short(full)
+    if (full := disk_full_error(cause)) is not None:
+        told = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else one_line_error(full)
         return [f"failed: {_disk(folder)}: {told}", "  fix: free space there; what was finished is kept"]
-    at = "" if isinstance(cause, AgentRLError) else location(cause)
-    lines = (str(cause) if isinstance(cause, AgentRLError) else short(cause) + (f" ({at})" if at else "")).splitlines() or [short(cause)]
+    at = "" if isinstance(cause, AgentRLError) else raise_location(cause)
+    lines = (str(cause) if isinstance(cause, AgentRLError) else one_line_error(cause) + (f" ({at})" if at else "")).splitlines() or [
+        one_line_error(cause)
+    ]
     if not _crowded(folder):
         return [f"failed: {lines[0]}", *lines[1:]]
     # The first to meet it is not always who is heard: a library may call it a broken file, and the kernel ends who writes to mapped memory.

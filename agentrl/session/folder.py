@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import files
-from agentrl.base.run_lock import driving, vacant
-from agentrl.base.untrusted_files import content
+from agentrl.base.run_lock import drive_folder, is_vacant
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.config.recipe import Recipe, load
 from agentrl.config.section import resumable_keys
 from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError
@@ -34,7 +34,7 @@ _SANDBOX = "sandbox.backend="
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class RunStart:
     """How a person started a run."""
 
     recipe: Path  # as typed
@@ -62,7 +62,7 @@ def _program() -> list[str]:
     return [sys.executable, "-m", "agentrl"]
 
 
-def merged(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
+def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
     """Overrides one after the other; of a key that is set twice, the later one alone, in its place."""
     both = [*earlier, *later]
     keys = [item.partition("=")[0] for item in both]
@@ -70,7 +70,7 @@ def merged(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def claimed(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
+def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
     """The run folder, with this process as its one driver: `wanted`, else in `runs` the first free of `name`, `name-2`, ...
 
     With `resume` it is the last of them that holds a run. Two that start at once get different ones. Raises `UserError` for a
@@ -87,7 +87,7 @@ def claimed(wanted: Path | None, runs: Path, name: str, *, resume: bool, command
 def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumable: bool) -> None:
     if resume and not folder.is_dir():
         raise _no_run(folder)
-    stack.enter_context(driving(folder, command=command))
+    stack.enter_context(drive_folder(folder, command=command))
     if resume and not holds_run(folder):
         raise _no_run(folder)
     if not resume and holds_run(folder):
@@ -106,11 +106,11 @@ def _no_run(folder: Path) -> UserError:
 def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
     """The lock decides between two that choose in the same instant, and whoever has it looks once more."""
     for folder in _names(runs, name):
-        if not vacant(folder):
+        if not is_vacant(folder):
             continue
         with ExitStack() as attempt, suppress(RunFolderBusy):
-            attempt.enter_context(driving(folder, command=command))
-            if vacant(folder):
+            attempt.enter_context(drive_folder(folder, command=command))
+            if is_vacant(folder):
                 stack.push(attempt.pop_all())
                 return folder
     raise AssertionError("there is always another name")
@@ -127,12 +127,12 @@ def _names(runs: Path, name: str) -> Iterator[Path]:
         yield runs / f"{name}-{number}"
 
 
-def given_before(folder: Path) -> tuple[str, ...]:
+def recorded_overrides(folder: Path) -> tuple[str, ...]:
     """The overrides that the run in a folder was started with."""
     return tuple(str(item) for item in _started(folder).get("overrides", ()))
 
 
-def check_verb(folder: Path, verb: str) -> None:
+def check_same_command(folder: Path, verb: str) -> None:
     """Raises `UserError` where another command than this one made what is in a folder: it would not go on with it, but spoil it."""
     made = str(_started(folder).get("verb", "train"))
     if made != verb:
@@ -142,7 +142,7 @@ def check_verb(folder: Path, verb: str) -> None:
 def _started(folder: Path) -> dict[str, Any]:
     path = folder / _STARTED
     try:
-        found = json.loads(content(path, most=_LARGEST, inside=folder))
+        found = json.loads(read_bytes(path, most=_LARGEST, inside=folder))
         if not isinstance(found, dict) or not isinstance(found.get("overrides"), list):
             raise ValueError("no overrides")
         return found
@@ -154,17 +154,17 @@ def _started(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def finished(folder: Path, recipe: Recipe) -> Summary | None:
+def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
     """The summary of a run that has finished under this recipe, with no work left; else None."""
-    starts = sessions.read(folder)
-    if not starts or starts[-1].ended != "finished" or check_same(folder, recipe):
+    starts = sessions.read_sessions(folder)
+    if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe):
         return None
     with suppress(FileNotFoundError, StoreError):
         return Summary.read(folder)
     return None
 
 
-def check_same(folder: Path, recipe: Recipe) -> list[str]:
+def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
     """The changed keys of a resumed run, one line each. Raises `RecipeError` for a key that is not `resumable`.
 
     What was sampled under one recipe may not be trained under another.
@@ -190,7 +190,7 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
+def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
     """Creates the run folder: its sub-folders, `run.json`, and last `recipe.json`, which marks it as a run.
 
     A new folder is private to this user. A resumed folder keeps its mode, so that its owner can share it.
@@ -207,10 +207,10 @@ def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
         "directory": str(Path.cwd()),
         "resume": start.command(resume=True) if start.verb != "eval" else None,  # an evaluation is made again
     }
-    files.write(folder / _STARTED, json.dumps(started, indent=2) + "\n")
+    files.write_atomically(folder / _STARTED, json.dumps(started, indent=2) + "\n")
     if start.verb == "train":
-        sessions.begin(folder)  # before the recipe: what an earlier start has finished, it has not finished under this one
-    files.write(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
+        sessions.record_start(folder)  # before the recipe: what an earlier start has finished, it has not finished under this one
+    files.write_atomically(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
 
 
 def check_disk(folder: Path) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.base.files import sha256_file
 from agentrl.base.liveness import Restarts
-from agentrl.base.user_code import describe
+from agentrl.base.user_code import describe_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, ServingError, UserError
 from agentrl.judge import servers as known_servers
-from agentrl.judge.reward_record import load
+from agentrl.judge.reward_record import load_record
 from agentrl.version.model_folder import check_model_files, read_json
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # f
 _CLASSIFIES = "ForSequenceClassification"
 
 
-def declare(recipe: Recipe, folders: Mapping[str, Path]) -> None:
+def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
     """Tells the judges of this process which servers will be started. Raises `UserError` for a model that cannot be served so.
 
     Args:
@@ -48,8 +48,8 @@ def declare(recipe: Recipe, folders: Mapping[str, Path]) -> None:
             raise UserError(
                 f"{key}.max_model_len={wanted}, and the model has {positions} positions", fix=f"set {key}.max_model_len={positions}"
             )
-        found[name] = known_servers.Declared(folder=folder, weights=_hash(folder), reward_model=reward_model)
-    known_servers.declare(found)
+        found[name] = known_servers.JudgeServer(folder=folder, weights=_hash(folder), reward_model=reward_model)
+    known_servers.register_servers(found)
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:
@@ -58,23 +58,23 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
     return isinstance(architectures, list) and any(isinstance(one, str) and one.endswith(_CLASSIFIES) for one in architectures)
 
 
-def check_named() -> None:
+def check_judge_servers_used() -> None:
     """Raises `UserError` for a declared server that nobody would ask. Call it when the recipe's verifiers are loaded."""
-    if idle := known_servers.unnamed():
+    if idle := known_servers.unused_servers():
         raise UserError(
             f"judge_servers.{idle[0]} would start a server that no judge of the recipe asks",
             fix=f'let one ask it: Endpoint(url=served("{idle[0]}"), model="{idle[0]}"), or leave the section out',
         )
 
 
-def check_tokens(policy: Path) -> None:
+def check_reward_model_vocabulary(policy: Path) -> None:
     """Raises `UserError` for a reward model that reads a policy's tokens and has another vocabulary than it.
 
     Args:
         policy: folder of the policy's model.
     """
-    for name, known in known_servers.declared().items():
-        if known.reward_model and not load(known.folder).shows and _vocabulary(known.folder) != _vocabulary(policy):
+    for name, known in known_servers.registered_servers().items():
+        if known.reward_model and not load_record(known.folder).shows and _vocabulary(known.folder) != _vocabulary(policy):
             raise UserError(
                 f"judge_servers.{name}.model reads the tokens of episodes, and has another vocabulary than policy.model",
                 fix="make it from this policy (agentrl tune reward RUN), or from labels, whose texts it then reads (--labels)",
@@ -88,7 +88,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 class JudgeServers:
-    """The servers of a recipe's section `judge_servers`, once they were declared."""
+    """The servers of a recipe's section `running_judge_servers`, once they were declared."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class JudgeServers:
 
     async def _keep(self, name: str) -> None:
         """One server's life: started, looked at, started again, until it was too often; then its judges are told."""
-        known, most = known_servers.declared()[name], self._recipe.judge_servers[name].max_restarts
+        known, most = known_servers.registered_servers()[name], self._recipe.judge_servers[name].max_restarts
         try:
             while True:
                 end = await self._serve(name, known)
@@ -155,13 +155,13 @@ class JudgeServers:
                     return
                 self._alert(f"the judge's server {name} is replaced: {end}; restart {failures} of at most {most} in a row")
         except Exception as error:
-            known.refused = f"the judge's server {name} cannot be started: {describe(error)}"
+            known.refused = f"the judge's server {name} cannot be started: {describe_error(error)}"
             self._failed[name] = error if isinstance(error, AgentRLError) else ServingError(known.refused)
             self._alert(known.refused)
         finally:
             self._first[name].set()
 
-    async def _serve(self, name: str, known: known_servers.Declared) -> str:
+    async def _serve(self, name: str, known: known_servers.JudgeServer) -> str:
         """Returns, with the reason, once the server has died or makes no progress."""
         from agentrl.serving.judge_server import JudgeServer
         from agentrl.serving.server import serving_device
@@ -192,7 +192,7 @@ class JudgeServers:
 
 
 @asynccontextmanager
-async def judge_servers(
+async def running_judge_servers(
     recipe: Recipe,
     folders: Mapping[str, Path],
     *,

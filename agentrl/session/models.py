@@ -8,18 +8,23 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.base.files import commit_folder, part_folder, write
+from agentrl.base.files import commit_folder, partial_folder, write_atomically
 from agentrl.errors import StoreError, UserError
 from agentrl.records import ADAPTER, WHOLE_MODEL
 from agentrl.records.sampling import Sampling
 from agentrl.version import deltas
-from agentrl.version.model_folder import check_model_files, put_chat_template
+from agentrl.version.model_folder import check_model_files, write_chat_template
 
-SAMPLING = "agentrl_sampling.json"
+SAMPLING_FILE = "agentrl_sampling.json"
 """File in a run's result `model/`: the sampling settings of the run's evaluation, for later evaluations of the folder."""
-CARRIED = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 """Settings of `evaluation` in this file."""
-_OF_A_VERSION = ("version.json", "update.json", deltas.RECORD, deltas.FRAMES)  # in addition to the model and its reference logprobs
+_OF_A_VERSION = (
+    "version.json",
+    "update.json",
+    deltas.DELTA_RECORD,
+    deltas.DELTA_FILE,
+)  # in addition to the model and its reference logprobs
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
@@ -28,7 +33,7 @@ def find_model(model: str, root: Path, *, chat_template: bool = True, key: str =
     Raises `UserError` when there is none, or when a file in it is missing or cut off, a `chat_template` among them.
     """
     folder = (root / model).resolve()
-    if (folder / deltas.RECORD).is_file():  # a version of a run
+    if (folder / deltas.DELTA_RECORD).is_file():  # a version of a run
         try:
             deltas.materialize(folder)
         except ValueError as error:
@@ -57,14 +62,14 @@ def _download(model: str, key: str) -> Path:
         ) from error
 
 
-def place_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
+def copy_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
     """Copies the base policy into the run folder as version 0, beside and renamed; a later change of the source cannot reach it.
 
     A chat `template` of the recipe takes the place of the model's own, and goes from here into every version and into the result.
     """
     if target.exists():
         return
-    beside = part_folder(target)
+    beside = partial_folder(target)
     single = (model / WHOLE_MODEL).is_file()
     for source in sorted(model.iterdir()):
         if source.is_file() and source.name not in _OF_A_VERSION and (single or ".safetensors" not in source.name):
@@ -72,7 +77,7 @@ def place_base_version(model: Path, target: Path, *, template: str | None = None
     if not single:
         _merge_shards(sorted(model.glob("*.safetensors")), beside / WHOLE_MODEL)
     if template is not None:
-        put_chat_template(beside, template)
+        write_chat_template(beside, template)
     commit_folder(beside, target)
 
 
@@ -116,13 +121,13 @@ def _export(
     Args:
         weights: writes the weights' file instead of copying the source's.
         probe: file with the reference logprobs of these weights; None: the source's, if it has one.
-        sampling: written as `SAMPLING`.
+        sampling: written as `SAMPLING_FILE`.
     """
-    beside = part_folder(target)
+    beside = partial_folder(target)
     if weights is not None:
         weights(beside / WHOLE_MODEL)
     if sampling is not None:
-        write(beside / SAMPLING, json.dumps({name: getattr(sampling, name) for name in CARRIED}) + "\n")
+        write_atomically(beside / SAMPLING_FILE, json.dumps({name: getattr(sampling, name) for name in SAMPLING_KEYS}) + "\n")
     if probe is not None:
         _link_or_copy(probe, beside / probe.name)
     for file in sorted(source.iterdir()):

@@ -11,20 +11,20 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.run_tools import candidates, declared, keep, pinned, with_sub_agents
+from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
 from agentrl.base.files import sha256_file
-from agentrl.base.loop_lag import DRIVER
+from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster.gpus import Placement
 from agentrl.config.recipe import Recipe
-from agentrl.evaluation.replay import check_starts
-from agentrl.experience import RunningEpisodes, StepGroups, open_store
+from agentrl.evaluation.replay import check_start_tokens
+from agentrl.experience import FolderCheckpoints, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
-from agentrl.failure.withholding import Withholding
+from agentrl.failure.withholding import WithholdingLog
 from agentrl.gate.server import GateServer
 from agentrl.learner.process import LearnerProcess
-from agentrl.memory.run_memory import RunMemory, open_memory, stand_in
+from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.plugins import parts
 from agentrl.protocols import (
@@ -41,23 +41,23 @@ from agentrl.protocols import (
 from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Group, PolicyVersion, Split
 from agentrl.reward import TaskScorer
-from agentrl.reward.audit import disagreement
-from agentrl.reward.group_judging import GroupScorer
-from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Hosted, MemoryOf, Pace
+from agentrl.reward.audit import audit_contradiction
+from agentrl.reward.group_judging import GroupJudgeScorer
+from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
 from agentrl.sandbox import open_sandboxes
-from agentrl.serving.server_pool import ReplicatedPolicy
-from agentrl.serving.supervisor import ServedPolicy
-from agentrl.session.ending import closing_in_turn
-from agentrl.session.folder import Start, write_start
-from agentrl.session.judge_servers import JudgeServers, judge_servers
-from agentrl.session.models import place_base_version
-from agentrl.session.pacing import keep as keep_pace
-from agentrl.session.pacing import restored
-from agentrl.session.preflight import Checked, check_prompt, check_thinking, open_chat
-from agentrl.session.run_practice import keep_practice
-from agentrl.session.snapshot_check import check_copies
+from agentrl.serving.server_pool import ServerPool
+from agentrl.serving.supervisor import SupervisedServer
+from agentrl.session.ending import closing_stack
+from agentrl.session.folder import RunStart, write_start
+from agentrl.session.judge_servers import JudgeServers, running_judge_servers
+from agentrl.session.models import copy_base_version
+from agentrl.session.pacing import restore_pace
+from agentrl.session.pacing import save_pace as keep_pace
+from agentrl.session.preflight import PreflightResult, check_prompt, check_thinking, open_chat
+from agentrl.session.run_practice import copy_practice_files
+from agentrl.session.snapshot_check import check_snapshots
 from agentrl.task import GroupSchedule, sandbox_specs
-from agentrl.task.group_tasks import TaughtGroups
+from agentrl.task.group_tasks import GroupTasks
 from agentrl.version import FolderRegistry
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Run:
     tracker: Tracker
     clock: StageClock
     store: ExperienceStore
-    running: RunningEpisodes
+    running: FolderCheckpoints
     quarantine: Quarantine
     capture: Capture
     faults: FaultRate
@@ -81,7 +81,7 @@ class Run:
     sandboxes: SandboxBackend
     served: PolicyServer
     groups: GroupRunner
-    taught: TaughtGroups
+    taught: GroupTasks
     step_groups: StepGroups
     learner: LearnerProcess
     judges: JudgeServers
@@ -117,8 +117,8 @@ class Run:
 
 
 @asynccontextmanager
-async def opened(
-    recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool, steps: StepGroups | None = None
+async def open_run(
+    recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool, steps: StepGroups | None = None
 ) -> AsyncIterator[Run]:
     """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens.
 
@@ -129,43 +129,43 @@ async def opened(
     steps = steps or StepGroups.of(recipe.rollout)
     raise_file_limit()
     faults = fault_rate(recipe)
-    async with rare_collections(), closing_in_turn(run_dir) as stack:
+    async with rare_collections(), closing_stack(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
-        await check_copies(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
+        await check_snapshots(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
         base = run_dir / "versions" / "000000"
         model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
         chat = open_chat(model, template, policy=recipe.policy)
         others = [case.task for case in checked.suite.cases] if checked.suite is not None else []
         if checked.practice is not None:
             others += [task for tasks in checked.practice.tasks for task in tasks]
-        tools = await pinned(
-            declared(recipe.tools, root),
-            with_sub_agents(candidates(checked.family, others), recipe.rollout.delegation),
+        tools = await pin_tools(
+            declared_tools(recipe.tools, root),
+            with_sub_agent_tools(candidate_tasks(checked.family, others), recipe.rollout.delegation),
             sandboxes,
             folder=run_dir,
             chat=chat,
-            memory=stand_in(recipe),
+            memory=placeholder_memory(recipe),
         )
         if checked.suite is not None:
-            check_starts([checked.suite], chat, tools, recipe.rollout)
+            check_start_tokens([checked.suite], chat, tools, recipe.rollout)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
-            check_prompt(chat, checked.family, tools, stand_in(recipe), recipe.rollout.instructions)
+            check_prompt(chat, checked.family, tools, placeholder_memory(recipe), recipe.rollout.instructions)
         check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
-        keep(tools, run_dir)
-        keep_practice(run_dir, recipe, root=root)
-        place_base_version(checked.model, base, template=checked.template)
+        save_tool_offers(tools, run_dir)
+        copy_practice_files(run_dir, recipe, root=root)
+        copy_base_version(checked.model, base, template=checked.template)
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
-        await stack.enter_async_context(DRIVER.watched(tracker.alert))
+        await stack.enter_async_context(DRIVER_LAG.watched(tracker.alert))
         tracker.stage("prepare", chat.told)
         for note in checked.notes:
             tracker.alert(note)
         store = open_store(run_dir, recipe)
         stack.callback(store.close)
-        running = RunningEpisodes(run_dir / "running")
+        running = FolderCheckpoints(run_dir / "running")
         for index in running.groups():
             if store.has(index):  # stored, and then the driver died
                 running.forget(index)
@@ -177,23 +177,23 @@ async def opened(
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = policy_server(recipe, run_dir, registry, checked.gpus, alert=tracker.alert)
+        served = open_policy_server(recipe, run_dir, registry, checked.gpus, alert=tracker.alert)
         stack.push_async_callback(served.close)
         gate_server = None
         if recipe.judged_apart:
             gate_server = GateServer(recipe, run_dir, registry, gpus=checked.gpus.gate, alert=tracker.alert)
             stack.push_async_callback(gate_server.close)
         judges = await stack.enter_async_context(
-            judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges, alert=tracker.alert)
+            running_judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges, alert=tracker.alert)
         )
-        pace = restored(recipe, run_dir)
+        pace = restore_pace(recipe, run_dir)
         stack.callback(keep_pace, pace, recipe, run_dir)
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
         origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
-        capture = Capture(run_dir, recipe.capture, origin=origin, audit=partial(disagreement, below=recipe.capture.below))
+        capture = Capture(run_dir, recipe.capture, origin=origin, audit=partial(audit_contradiction, below=recipe.capture.below))
         stack.callback(capture.close)
-        schedule = GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice)
+        schedule = GroupSchedule(checked.family, recipe.seed, withheld=WithholdingLog(run_dir, checked.withheld), practice=checked.practice)
         yield Run(
             recipe=recipe,
             folder=run_dir,
@@ -208,7 +208,7 @@ async def opened(
             family=checked.family,
             sandboxes=sandboxes,
             served=served,
-            groups=group_runner(
+            groups=build_group_runner(
                 recipe,
                 served,
                 sandboxes,
@@ -223,7 +223,7 @@ async def opened(
                 memory=None if memory is None else memory.of,
                 pace=pace,
             ),
-            taught=TaughtGroups(recipe, run_dir, store, schedule, steps),
+            taught=GroupTasks(recipe, run_dir, store, schedule, steps),
             step_groups=steps,
             learner=learner,
             judges=judges,
@@ -239,38 +239,38 @@ def fault_rate(recipe: Recipe) -> FaultRate:
     return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.episodes_at_once)
 
 
-def policy_server(
+def open_policy_server(
     recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement, *, alert: Callable[[str], None] = log.warning
 ) -> PolicyServer:
     """The policy on one server, or on several. `alert`: called with a message for the user when a server is restarted."""
     if recipe.serving.replicas == 1:
-        return ServedPolicy(recipe, run_dir, registry, gpus=gpus.server, alert=alert)
-    return ReplicatedPolicy(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)
+        return SupervisedServer(recipe, run_dir, registry, gpus=gpus.server, alert=alert)
+    return ServerPool(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)
 
 
-def group_runner(
+def build_group_runner(
     recipe: Recipe,
     policy: Policy,
     sandboxes: SandboxBackend,
     chat: ChatFormat,
     scorer: TaskScorer,
-    running: RunningEpisodes,
+    running: FolderCheckpoints,
     faults: FaultRate,
     tools: ToolSource | None = None,
     *,
     group_judge: GroupJudge | None = None,
     cache_use: Callable[[], CacheUse | None] = lambda: None,
-    hosted: Hosted = lambda episode_id, task_key: nullcontext(),
-    memory: MemoryOf | None = None,
+    hosted: RequestRouter = lambda episode_id, task_key: nullcontext(),
+    memory: MemorySource | None = None,
     pace: Pace | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
     named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
-    together = None if group_judge is None else GroupScorer(judge=group_judge, name=named, weight=weight, alone=scorer)
+    together = None if group_judge is None else GroupJudgeScorer(judge=group_judge, name=named, weight=weight, alone=scorer)
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
+        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
         sampling=recipe.rollout.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

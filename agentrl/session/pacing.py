@@ -9,18 +9,18 @@ import os
 import platform
 from pathlib import Path
 
-from agentrl.base.files import write
+from agentrl.base.files import write_atomically
 from agentrl.config.recipe import Recipe
 from agentrl.rollout import Pace
 
 log = logging.getLogger(__name__)
 
-FILE = "pace.json"
+PACE_FILE = "pace.json"
 
 
-def restored(recipe: Recipe, folder: Path) -> Pace:
+def restore_pace(recipe: Recipe, folder: Path) -> Pace:
     """The pace of a run, with the history of its earlier processes if settings and machine are the same, else without history."""
-    pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / FILE
+    pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["of"] == _settings(recipe):
@@ -34,10 +34,10 @@ def restored(recipe: Recipe, folder: Path) -> Pace:
     return pace
 
 
-def keep(pace: Pace, recipe: Recipe, folder: Path) -> None:
+def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:
     """Writes the history to the run folder."""
     if pace.known:
-        write(folder / FILE, json.dumps({"of": _settings(recipe), "history": pace.to_data()}))
+        write_atomically(folder / PACE_FILE, json.dumps({"of": _settings(recipe), "history": pace.to_data()}))
 
 
 def _settings(recipe: Recipe) -> str:

@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.agent import forms, load_tools
-from agentrl.agent.mcp.servers import PREFIX
-from agentrl.agent.run_tools import declared
+from agentrl.agent.mcp.servers import MCP_PREFIX
+from agentrl.agent.run_tools import declared_tools
 from agentrl.agent.template import read_template
-from agentrl.agent.wording import instructed
+from agentrl.agent.wording import with_instructions
 from agentrl.base import error_text
-from agentrl.base.error_text import short
+from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
-from agentrl.base.user_code import told_as
-from agentrl.cluster.gpus import Placement, place
+from agentrl.base.user_code import raising_as
+from agentrl.cluster.gpus import Placement, place_parts
 from agentrl.config.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
-from agentrl.evaluation.evaluate import bounded
-from agentrl.evaluation.suite_code import check_confined
+from agentrl.evaluation.evaluate import with_thinking_bound
+from agentrl.evaluation.suite_code import check_suite_code
 from agentrl.failure.case import Suite, load_suite
-from agentrl.failure.overlap import Withheld, withheld
-from agentrl.failure.practice_schedule import Mixed
+from agentrl.failure.overlap import WithheldTasks, load_withheld
+from agentrl.failure.practice_schedule import PracticeSchedule
 from agentrl.failure.triage import load_rules
-from agentrl.gate.rule import can_look_worse
-from agentrl.memory import check_search, scope_of
-from agentrl.memory.run_memory import stand_in
+from agentrl.gate.rule import can_trigger_retry
+from agentrl.memory import require_full_text_search, scope_of
+from agentrl.memory.run_memory import placeholder_memory
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.plugins import parts
 from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
@@ -36,13 +36,13 @@ from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import load_group_judge
-from agentrl.reward.verifier_call import prepare
-from agentrl.rollout import bound_of
-from agentrl.session.disk_space import check_room
+from agentrl.reward.verifier_call import prepare_verifier
+from agentrl.rollout import thinking_bound
+from agentrl.session.disk_space import check_disk_space
 from agentrl.session.folder import check_disk
-from agentrl.session.judge_servers import check_named, check_tokens, declare
+from agentrl.session.judge_servers import check_judge_servers_used, check_reward_model_vocabulary, declare_judge_servers
 from agentrl.session.models import find_model
-from agentrl.session.run_practice import open_own_practice
+from agentrl.session.run_practice import open_run_practice
 from agentrl.task import open_family
 from agentrl.version.model_folder import check_model, read_json
 
@@ -54,7 +54,7 @@ _THERE = "correct it there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class PreflightResult:
     """What the checks before a start have found and opened; nothing in it runs."""
 
     model: Path  # folder of the policy that the run begins with
@@ -63,14 +63,14 @@ class Checked:
     scorer: TaskScorer  # with the verifiers of the first task
     gpus: Placement
     suite: Suite | None = None  # of the gate, where the recipe has one
-    withheld: Withheld = field(default_factory=lambda: Withheld(()))  # what is never trained on
-    practice: Mixed | None = None  # tasks made from cases, where the recipe has some
+    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # what is never trained on
+    practice: PracticeSchedule | None = None  # tasks made from cases, where the recipe has some
     group_judge: GroupJudge | None = None  # of all attempts of a group together, where the recipe names one
     judges: Mapping[str, Path] = field(default_factory=dict)  # model folders of the judges' servers, by name
     notes: tuple[str, ...] = ()  # what a person should know, and what refuses no run
 
 
-def check(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> Checked:
+def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> PreflightResult:
     """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first.
 
     `training`: whether a learner and the recipe's gate are to start, and need GPUs.
@@ -79,26 +79,26 @@ def check(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) ->
     named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
     template = None if named is None or begun else read_template(named, root)
     if recipe.policy.tool_format is not None:
-        forms.named(recipe.policy.tool_format)
+        forms.call_form(recipe.policy.tool_format)
     model = find_model(recipe.policy.model, root, chat_template=named is None)
     check_model(model, recipe)
-    disk = check_room(recipe, model, folder) if training else ()
+    disk = check_disk_space(recipe, model, folder) if training else ()
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
     check_delegation(recipe, root=root)
     judges = declare_judges(recipe, root=root)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     group_judge = open_group_judge(recipe, root=root, folder=folder)
-    suite = open_gate(recipe, scorer, root=root)
-    kept_away = withheld(measured_with(recipe), root=root)
-    practice, notes = open_own_practice(recipe, family, scorer, kept_away, root=root, folder=folder)
-    check_named()
-    check_tokens(model)
+    suite = open_gate_suite(recipe, scorer, root=root)
+    kept_away = load_withheld(measured_suites(recipe), root=root)
+    practice, notes = open_run_practice(recipe, family, scorer, kept_away, root=root, folder=folder)
+    check_judge_servers_used()
+    check_reward_model_vocabulary(model)
     load_rules(recipe.capture.rules)
-    gpus = place(recipe, training=training)
+    gpus = place_parts(recipe, training=training)
     _check_installed(recipe)
     _try_objective(recipe)
-    return Checked(
+    return PreflightResult(
         model=model,
         template=template,
         family=family,
@@ -119,14 +119,14 @@ def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
         name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
         for name, config in recipe.judge_servers.items()
     }
-    declare(recipe, folders)
+    declare_judge_servers(recipe, folders)
     return folders
 
 
 def check_parts(recipe: Recipe) -> None:
     """Resolves every part that the recipe names by reference and holds it to its protocol. Raises `PluginError` with all that is wrong."""
     serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
-    named: list[tuple[parts.Kind, str, parts.Options]] = [
+    named: list[tuple[parts.PartKind, str, parts.Options]] = [
         (parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options),
         (parts.BACKEND, sandbox.backend, sandbox.options),
         (parts.CHANNEL, serving.weight_transfer, serving.weight_transfer_options),
@@ -139,7 +139,7 @@ def check_parts(recipe: Recipe) -> None:
     for kind, name, options in named:
         if name not in kind.shipped:  # what ships is held to its protocol by the type checker
             try:
-                parts.load(kind, name, options)
+                parts.load_part(kind, name, options)
             except PluginError as error:
                 wrong.append(error)
     if len(wrong) > 1:
@@ -154,7 +154,7 @@ def _check_agent(recipe: Recipe) -> None:
     rollout = recipe.rollout
     if rollout.agent in parts.AGENT.shipped:
         return
-    agent = parts.load(parts.AGENT, rollout.agent, rollout.agent_options)
+    agent = parts.load_part(parts.AGENT, rollout.agent, rollout.agent_options)
     agent = getattr(agent, "func", agent)
     states = ("boundaries", "what that agent keeps between two turns cannot be captured")
     tools = ("task_tools", "that agent brings its own tools, and shows nobody those of a task")
@@ -175,10 +175,10 @@ def check_delegation(recipe: Recipe, *, root: Path) -> None:
     config = recipe.rollout.delegation
     names = config.tools if config is not None and config.tools is not None else ()
     try:
-        tools = load_tools(names, None, declared(recipe.tools, root))
+        tools = load_tools(names, None, declared_tools(recipe.tools, root))
     except UserError as error:
         raise RecipeError(f"rollout.delegation.tools: {error.message}", fix=error.fix) from error
-    if config is None or config.tools is None or config.sandbox == "shared" or any(name.startswith(PREFIX) for name in names):
+    if config is None or config.tools is None or config.sandbox == "shared" or any(name.startswith(MCP_PREFIX) for name in names):
         return
     if not any(tool.needs_sandbox for tool in tools.values()):
         raise RecipeError(
@@ -201,7 +201,7 @@ def _check_installed(recipe: Recipe) -> None:
 
     serving_device(recipe)
     if recipe.memory is not None:
-        check_search()
+        require_full_text_search()
     for package in ("torch", "transformers", "deepspeed"):
         if find_spec(package) is None:
             fix = f"{install_command('cpu')}, or with [gpu]; agentrl doctor shows what is missing"
@@ -230,11 +230,11 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
     named = recipe.tasks.family
 
     def said(error: BaseException) -> str:
-        return f"{short(error)} ({error_text.location(error)})"
+        return f"{one_line_error(error)} ({error_text.raise_location(error)})"
 
-    with told_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    with told_as(lambda error: TaskError(f"the first task of {named!r} cannot be made: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be made: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):
@@ -243,7 +243,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
-    load_tools(first.tools, None, declared(recipe.tools, root), stand_in(recipe))
+    load_tools(first.tools, None, declared_tools(recipe.tools, root), placeholder_memory(recipe))
     if recipe.memory is not None:
         scope_of(first, recipe.memory.scope)
     return family, scorer
@@ -254,11 +254,11 @@ def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) 
     if recipe.tasks.group_judge is None:
         return None
     judge = load_group_judge(recipe.tasks.group_judge)
-    prepare(judge, root=root, folder=folder)
+    prepare_verifier(judge, root=root, folder=folder)
     return judge
 
 
-def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
+def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
     """The suite of the recipe's gate; None without a gate. Raises `UserError` where it is none, or a verifier or tool is not there."""
     if recipe.gate is None:
         return None
@@ -268,9 +268,9 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer, declared(recipe.tools, root), root=root)
+    check_suite(suite, scorer, declared_tools(recipe.tools, root), root=root)
     most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
-    if recipe.gate.confirm and not can_look_worse(most, most):
+    if recipe.gate.confirm and not can_trigger_retry(most, most):
         raise UserError(
             f"gate.confirm={recipe.gate.confirm} does nothing: no case of {recipe.gate.suite} is tried more than {most} times, and so few"
             " attempts single out no case",
@@ -279,7 +279,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
     return suite
 
 
-def measured_with(recipe: Recipe) -> list[str]:
+def measured_suites(recipe: Recipe) -> list[str]:
     """The suites whose cases must not be trained on."""
     tasks = recipe.tasks
     gate, practice = [recipe.gate.suite] if recipe.gate is not None else [], tasks.practice.suites if tasks.practice is not None else ()
@@ -293,7 +293,7 @@ def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = Non
     recipe's own family.
     """
     if root is not None:
-        check_confined(suite, root)
+        check_suite_code(suite, root)
     for case in suite.cases:
         scorer.load(case.task.verifiers)
         load_tools(case.task.tools, None, tools)
@@ -331,7 +331,7 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
         raise
     except Exception as error:  # transformers and tokenizers raise whatever their parsers met
         raise UserError(
-            f"policy.model: the tokenizer in {model} cannot be used: {short(error)}",
+            f"policy.model: the tokenizer in {model} cannot be used: {one_line_error(error)}",
             fix="save the tokenizer again with save_pretrained, by the transformers that is installed here",
         ) from error
 
@@ -345,8 +345,10 @@ def check_prompt(
 ) -> None:
     """Raises `UserError` when the chat template does not take the first task: its messages, its tools, or its bound on thinking."""
     first = family.task(Split.TRAIN, 0)
-    bound_of(first, chat.thinking)
-    chat.opening(instructed(first.prompt, instructions), [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()])
+    thinking_bound(first, chat.thinking)
+    chat.opening(
+        with_instructions(first.prompt, instructions), [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
+    )
 
 
 def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
@@ -360,4 +362,4 @@ def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> 
         )
     for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
         if count and family.size(split) != 0:
-            bounded(family.task(split, 0), max(config.thinking_tokens))
+            with_thinking_bound(family.task(split, 0), max(config.thinking_tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.base.error_text import short
+from agentrl.base.error_text import one_line_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.plugins import parts
@@ -12,7 +12,7 @@ from agentrl.records import Task
 _PATH, _DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 
-async def check_copies(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
+async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
     """Opens a sandbox of the task's from the snapshot of another one, where the recipe asks for that. Backends that ship are not asked.
 
     Raises `UserError` where a snapshot cannot be made, or does not open into the same files; `InfrastructureError` where no sandbox opens.
@@ -47,11 +47,11 @@ async def _tried(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: S
         archive = await first.snapshot()
         second = await sandboxes.open(task.sandbox, snapshot=archive, timeout_s=recipe.sandbox.open_timeout_s)
     except Exception as error:  # a backend of somebody's may raise anything
-        return short(error)
+        return one_line_error(error)
     try:
         found = await second.read(_PATH, max_bytes=2 * len(_DATA))
         return "" if found == _DATA else "a file of it has other content"
     except (FileNotFoundError, ValueError) as error:
-        return f"a file of it is missing: {short(error)}"
+        return f"a file of it is missing: {one_line_error(error)}"
     finally:
         await second.close()

@@ -58,5 +58,5 @@ def _said(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": message.content, "tool_calls": calls}
 
 
-def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+def append_transcripts(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     append_lines(path, map(json_line, lines))

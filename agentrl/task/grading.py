@@ -20,14 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from agentrl.errors import TaskError
 from agentrl.records import Task
 from agentrl.records.fields import json_value
-from agentrl.records.paths import plain_path
+from agentrl.records.paths import is_plain_path
 
 MAX_RUNS = 64
 MAX_RUN_SECONDS = 300.0
 """Of all runs of a task together: a program under test must not delay the grading for longer."""
 MAX_TEST_SECONDS = 3600.0
 """Largest deadline that a task can set for its tests."""
-KEY = "grading"
+GRADING_KEY = "grading"
 JUDGE_ARGUMENTS = ("outputs", "runs")
 
 Mode = Literal["judge", "pytest", "shell", "harbor"]
@@ -36,7 +36,7 @@ SCRIPTED: tuple[Mode, ...] = ("shell", "harbor")
 """Modes whose one test is the script tests/test.sh."""
 
 
-class Run(BaseModel):
+class GradingRun(BaseModel):
     """One program under test, or one call of a function in it: the host starts it and takes its results as data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -68,7 +68,7 @@ class Run(BaseModel):
     @classmethod
     def _plain(cls, value: Any) -> Any:
         for path in value:
-            if not plain_path(path):
+            if not is_plain_path(path):
                 raise ValueError(f"{path!r} is not a plain path relative to the working directory")
         return value
 
@@ -79,7 +79,7 @@ class Run(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _one_thing(self) -> Run:
+    def _one_thing(self) -> GradingRun:
         if bool(self.argv) == bool(self.call):
             raise ValueError("needs either argv (a program) or call (a function)")
         if self.call and not (self.call.partition(":")[0].endswith(".py") and self.call.partition(":")[2].isidentifier()):
@@ -101,7 +101,7 @@ class Grading(BaseModel):
     mode: Mode
     tests: dict[str, str]
     """Path in tests/ -> base64 of the file."""
-    runs: tuple[Run, ...] = Field((), max_length=MAX_RUNS)
+    runs: tuple[GradingRun, ...] = Field((), max_length=MAX_RUNS)
     timeout_s: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
     """Deadline of the tests."""
     gold: str = ""
@@ -146,7 +146,7 @@ class Grading(BaseModel):
         return names
 
 
-def pack(files: dict[str, bytes]) -> dict[str, str]:
+def encode_files(files: dict[str, bytes]) -> dict[str, str]:
     """Encodes files for `Grading.tests`."""
     return {path: base64.b64encode(data).decode() for path, data in sorted(files.items())}
 
@@ -154,7 +154,7 @@ def pack(files: dict[str, bytes]) -> dict[str, str]:
 def grading_of(task: Task) -> Grading:
     """The grading of a task. Raises `TaskError` when it has none."""
     try:
-        return Grading.model_validate(task.data[KEY])
+        return Grading.model_validate(task.data[GRADING_KEY])
     except (KeyError, ValidationError) as error:
         raise TaskError(f"task {task.id}: its data has no grading: {error}", fix="make the task with agentrl.task.TaskFolders") from None
 

@@ -11,33 +11,33 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from agentrl.base.files import append_lines, whole_lines
-from agentrl.base.user_code import describe
+from agentrl.base.files import append_lines, complete_lines
+from agentrl.base.user_code import describe_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError, TaskError
 from agentrl.experience import StepGroups
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, Split, Task, codec
-from agentrl.task import GroupSchedule, Record, Taught
+from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory
 
-FILE = "tasks.jsonl"
+TASKS_FILE = "tasks.jsonl"
 _KEPT = 4  # steps whose weights are remembered after the learner has consumed them
 
 
-class TaughtGroups:
+class GroupTasks:
     """The tasks of a run's groups, chosen and written down."""
 
     def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, steps: StepGroups) -> None:
-        self._path = folder / FILE
+        self._path = folder / TASKS_FILE
         self._store = store
         self._schedule = schedule
         self._steps = steps
         self._behind = recipe.max_staleness
-        self._record: Record | None = None
+        self._record: TaskHistory | None = None
         if recipe.tasks.weighting is not None:
             by_task = schedule.family.size(Split.TRAIN) is not None
-            self._record = Record(recipe.tasks.weighting, min_group_size=self._steps.min_group_size, by_task=by_task)
-        self._lines: dict[int, Taught] | None = None  # of the file, until they are in the record
+            self._record = TaskHistory(recipe.tasks.weighting, min_group_size=self._steps.min_group_size, by_task=by_task)
+        self._lines: dict[int, GroupOutcome] | None = None  # of the file, until they are in the record
         self._reached = 0  # steps that are in the record
         self._weights = {step: self._record.weights() for step in range(self._behind + 1)} if self._record is not None else {}
         self._reaching = asyncio.Lock()
@@ -67,19 +67,19 @@ class TaughtGroups:
         """Writes down what a stored group taught; nothing of a task that practises a suite, which is none of the family's."""
         if self._schedule.practises(self._steps.position(group.index)):
             return
-        taught = Taught.of(task, group)
+        taught = GroupOutcome.of(task, group)
         append_lines(self._path, [codec.to_json(taught) + b"\n"])
         if self._lines is not None:
             self._lines[group.index] = taught
 
-    def _step(self, groups: Iterable[tuple[int, Group | None]]) -> Iterator[Taught]:
+    def _step(self, groups: Iterable[tuple[int, Group | None]]) -> Iterator[GroupOutcome]:
         """What the groups taught that a step consumed."""
         assert self._lines is not None, "the file is read first"
         for index, group in groups:
             if (line := self._lines.pop(index, None)) is not None:
                 yield line
             elif group is not None and (task := self._again(group)) is not None:
-                yield Taught.of(task, group)
+                yield GroupOutcome.of(task, group)
 
     def _consumed(self, step: int) -> list[tuple[int, Group | None]]:
         """The groups that a step consumed, each as it is stored where it has no line."""
@@ -98,10 +98,10 @@ class TaughtGroups:
             if not group.scored:
                 return None
             raise TaskError(
-                f"group {group.index} had a task that cannot be made again, to weigh the next ones by it: {describe(error)}",
+                f"group {group.index} had a task that cannot be made again, to weigh the next ones by it: {describe_error(error)}",
                 fix="repair the family's task(), then continue with --resume",
             ) from error
 
-    def _read(self) -> dict[int, Taught]:
-        found = map(Taught.read, whole_lines(self._path))
+    def _read(self) -> dict[int, GroupOutcome]:
+        found = map(GroupOutcome.read, complete_lines(self._path))
         return {line.group: line for line in found if line is not None}

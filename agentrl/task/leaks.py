@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.records import Task
-from agentrl.task.grading import KEY, Grading
+from agentrl.task.grading import GRADING_KEY, Grading
 
 LONG = 8
 """Shortest truth, in characters, that is not in a file by chance."""
@@ -58,13 +58,15 @@ class Leak:
     sure: bool
 
 
-def truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
+def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
     """What must not be readable. `printed`: the gold solution's output, when that is the answer."""
-    known = [Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != KEY for text in _answers(key, value)]
+    known = [
+        Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != GRADING_KEY for text in _answers(key, value)
+    ]
     if printed.strip() and not task.outputs:
         known.append(Truth(text=printed.strip(), origin="the gold solution's output"))
-    if KEY in task.data:
-        known += _hidden(Grading.model_validate(task.data[KEY]))
+    if GRADING_KEY in task.data:
+        known += _hidden(Grading.model_validate(task.data[GRADING_KEY]))
     return tuple({truth.text: truth for truth in reversed(known) if 0 < len(truth.text) <= LONGEST}.values())
 
 
@@ -115,7 +117,7 @@ def _compared(source: str) -> Iterator[str]:
                     yield part.value.strip()
 
 
-def leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
+def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
     """Every truth that can be read in one of these files, each by its most obvious leak."""
     readable: list[Leak] = []
     known = list(wanted)
@@ -173,6 +175,8 @@ def _begins(rest: str, wanted: str) -> bool:
 def without_truth(value: Any) -> Any:
     """The readable part of a task's JSON data: without values under keys that are named like an answer, and without tests and solution."""
     if isinstance(value, Mapping):
-        kept = ((str(key), one) for key, one in value.items() if key != KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2]))
+        kept = (
+            (str(key), one) for key, one in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])
+        )
         return {key: without_truth(one) for key, one in kept}
     return [without_truth(one) for one in value] if isinstance(value, list | tuple) else value

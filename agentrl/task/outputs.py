@@ -1,7 +1,7 @@
 """Declared outputs: the files that are judged, and how they leave the agent's sandbox.
 
 A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern `*` and
-`?` match characters of one name, and a `**` that is a whole name matches any number of folders. `WHOLE`, used by Harbor's tasks,
+`?` match characters of one name, and a `**` that is a whole name matches any number of folders. `WHOLE_DIRECTORY`, used by Harbor's tasks,
 means every file that was changed, added or removed since the image. Only regular files are taken, never the target of a link, and
 only within bounds; the state of the files is the agent's responsibility and never a fault of the machine.
 """
@@ -17,10 +17,10 @@ from fnmatch import fnmatchcase
 from agentrl.errors import SandboxTimeout
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, ExecResult, Task
-from agentrl.records.paths import MAX_DEPTH, MAX_PATH, plain_path
+from agentrl.records.paths import MAX_DEPTH, MAX_PATH, is_plain_path
 
-WHOLE = "."
-START = "/opt/agentrl/start"
+WHOLE_DIRECTORY = "."
+INITIAL_FILES = "/opt/agentrl/start"
 """In a sandbox from a Dockerfile: the image's working directory as it was built (see `agentrl.sandbox.layout`)."""
 COLLECT_S = 90.0
 """Deadline of collecting. A sandbox that takes longer has failed: its server answers whatever the agent's programs do."""
@@ -81,7 +81,7 @@ print(json.dumps([names, gone]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
+class CollectedOutputs:
     """The files taken from a sandbox, and those refused: path or pattern -> reason. Missing files are in neither."""
 
     files: Mapping[str, bytes]
@@ -91,12 +91,12 @@ class Collected:
 
 def is_exact(pattern: str) -> bool:
     """Whether the pattern names a single file."""
-    return pattern != WHOLE and "*" not in pattern and "?" not in pattern
+    return pattern != WHOLE_DIRECTORY and "*" not in pattern and "?" not in pattern
 
 
-def matches(pattern: str, path: str) -> bool:
+def matches_pattern(pattern: str, path: str) -> bool:
     """Whether a pattern matches a path. Takes time at most proportional to the product of their lengths."""
-    if pattern == WHOLE:
+    if pattern == WHOLE_DIRECTORY:
         return True
     steps, reached = pattern.split("/"), {0}
     if steps[-1] == "**":
@@ -117,16 +117,16 @@ def _skip(steps: Sequence[str], reached: set[int]) -> set[int]:
     return positions
 
 
-def example(pattern: str) -> str:
+def example_path(pattern: str) -> str:
     """A path that the pattern matches."""
-    if pattern == WHOLE:
+    if pattern == WHOLE_DIRECTORY:
         return "x"
     return "/".join("x" if step == "**" else step.replace("*", "x").replace("?", "x") for step in pattern.split("/"))
 
 
-def select(files: Mapping[str, bytes], patterns: Sequence[str]) -> dict[str, bytes]:
+def select_files(files: Mapping[str, bytes], patterns: Sequence[str]) -> dict[str, bytes]:
     """Those of `files` that a pattern matches."""
-    return {path: data for path, data in files.items() if any(matches(pattern, path) for pattern in patterns)}
+    return {path: data for path, data in files.items() if any(matches_pattern(pattern, path) for pattern in patterns)}
 
 
 def overlay(below: Mapping[str, bytes], above: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -148,7 +148,7 @@ def _parents(path: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
-async def collect(sandbox: Sandbox, patterns: Sequence[str], *, timeout_s: float = COLLECT_S) -> Collected:
+async def collect_outputs(sandbox: Sandbox, patterns: Sequence[str], *, timeout_s: float = COLLECT_S) -> CollectedOutputs:
     """Takes the files that match `patterns` from an agent's sandbox, at most `OUTPUT_FILES` with `OUTPUT_BYTES` in all.
 
     When a pattern has wildcards, everything still running in the sandbox is killed before the files are listed. Raises
@@ -164,23 +164,23 @@ async def collect(sandbox: Sandbox, patterns: Sequence[str], *, timeout_s: float
         raise SandboxTimeout(f"sandbox {sandbox.id}: outputs were not collected in {timeout_s:g} s") from None
 
 
-async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> Collected:
+async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutputs:
     files: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     removed: tuple[str, ...] = ()
     names: list[str] = []
-    if WHOLE in patterns:
+    if WHOLE_DIRECTORY in patterns:
         names, gone, problem = await _changes(sandbox)
-        removed = tuple([name for name in gone if plain_path(name)][:REMOVED_FILES])
-        refused |= {WHOLE: problem} if problem else {}
+        removed = tuple([name for name in gone if is_plain_path(name)][:REMOVED_FILES])
+        refused |= {WHOLE_DIRECTORY: problem} if problem else {}
     elif wild := [pattern for pattern in patterns if not is_exact(pattern)]:
         listed, problem = await _listing(sandbox, sorted({_root(pattern) for pattern in wild}))
-        names = [name for name in listed if any(matches(pattern, name) for pattern in wild)]
+        names = [name for name in listed if any(matches_pattern(pattern, name) for pattern in wild)]
         refused |= dict.fromkeys(wild, problem) if problem else {}
     exact = [pattern for pattern in patterns if is_exact(pattern)]
-    refused |= {_printable(name): _ODD for name in [name for name in names if not plain_path(name)][:MAX_ODD]}
+    refused |= {_printable(name): _ODD for name in [name for name in names if not is_plain_path(name)][:MAX_ODD]}
     left = OUTPUT_BYTES
-    for name in dict.fromkeys([*exact, *filter(plain_path, names)]):
+    for name in dict.fromkeys([*exact, *filter(is_plain_path, names)]):
         if len(files) == OUTPUT_FILES or len(refused) > OUTPUT_FILES:
             refused[name] = f"outputs have at most {OUTPUT_FILES} files; this one and the following are left behind"
             break
@@ -193,7 +193,7 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> Collected:
             refused[name] = str(error)[:200]
         else:
             left -= len(files[name])
-    return Collected(files=files, refused=refused, removed=removed)
+    return CollectedOutputs(files=files, refused=refused, removed=removed)
 
 
 _ODD = f"not a valid path: it is not UTF-8, not below the folder, or has over {MAX_PATH} characters or {MAX_DEPTH} names"
@@ -222,7 +222,7 @@ async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], s
 
 async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
     """Names of new or changed files, and of removed ones, by the sandbox's word, and what is wrong with its answer."""
-    answer, problem = await _answer(sandbox, _CHANGES % (MAX_DEPTH, START))
+    answer, problem = await _answer(sandbox, _CHANGES % (MAX_DEPTH, INITIAL_FILES))
     if problem:
         return [], [], problem
     if isinstance(answer, list) and len(answer) == 2:
@@ -248,11 +248,11 @@ def _names(answer: object) -> list[str] | None:
     return answer if isinstance(answer, list) and all(isinstance(name, str) for name in answer) else None
 
 
-async def produce(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, Collected]:
-    """Runs a Python program instead of an agent: how it ended, and the outputs it left. Raises as `collect` does."""
+async def run_and_collect(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, CollectedOutputs]:
+    """Runs a Python program instead of an agent: how it ended, and the outputs it left. Raises as `collect_outputs` does."""
     sandbox = await sandboxes.open(task.sandbox, files=task.contents())
     try:
         result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)
-        return result, await collect(sandbox, task.outputs)
+        return result, await collect_outputs(sandbox, task.outputs)
     finally:
         await sandbox.close()

@@ -14,7 +14,7 @@ from agentrl.errors import TaskError
 from agentrl.records import Task, codec
 from agentrl.records.fields import JsonObject, Record, Text
 
-NAME = "recorded"
+RECORDED_TOOLS = "recorded"
 """The name of all recorded tools in `Task.tools`, and their key in `Task.data`."""
 
 
@@ -43,15 +43,15 @@ class Recording(Record):
     def data(self) -> dict[str, Any]:
         """The entry for `Task.data`."""
         found: dict[str, Any] = codec.to_data(self)
-        return {NAME: found}
+        return {RECORDED_TOOLS: found}
 
     @classmethod
     def of(cls, task: Task) -> Recording:
         """The recording of a task. Raises `TaskError` if its data have none."""
         try:
-            return codec.from_json(cls, codec.to_json(task.data[NAME]))
+            return codec.from_json(cls, codec.to_json(task.data[RECORDED_TOOLS]))
         except (KeyError, ValueError) as error:
             raise TaskError(
-                f"task {task.id!r} names the tool {NAME}, but its data have no recording: {str(error)[:300]}",
+                f"task {task.id!r} names the tool {RECORDED_TOOLS}, but its data have no recording: {str(error)[:300]}",
                 fix="promote its trace again: agentrl failures promote",
             ) from None

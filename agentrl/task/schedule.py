@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from agentrl.base import secrets
-from agentrl.base.user_code import describe, interrupted
+from agentrl.base.user_code import describe_error, is_interrupt
 from agentrl.config.recipe import TasksConfig
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins.references import resolve
@@ -45,7 +45,7 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         return TaskFolders(root / config.family, root=root, seed=seed, heldout=_share(config.options.get("heldout", 0.25)))
     factory = resolve(config.family)
     try:
-        family = factory(seed=seed, **secrets.resolved(config.options))
+        family = factory(seed=seed, **secrets.resolve_options(config.options))
     except TypeError as error:
         raise PluginError(
             f"tasks.family {config.family!r}: {error}", fix="it must be callable as family(seed=0, **tasks.options)"
@@ -111,9 +111,9 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     except UserError:
         raise
     except (ValueError, SystemExit, KeyboardInterrupt) as error:  # a ValueError means that it is not a valid task; see agentrl.records
-        if interrupted(error):
+        if is_interrupt(error):
             raise
-        why = error if isinstance(error, ValueError) else describe(error)
+        why = error if isinstance(error, ValueError) else describe_error(error)
         raise TaskError(f"{_named(family)}: {split} task {index} cannot be made: {why}", fix=fix) from error
     if not isinstance(task, Task):
         raise TaskError(f"{_named(family)}: {split} task {index} is not a Task but of type {type(task).__name__}", fix=fix)
@@ -128,7 +128,7 @@ _STRIDE = 1_000_003  # from one substitute of an endless split to the next: far 
 _SUBSTITUTES = 256
 
 
-class Practice(Protocol):
+class PracticeSchedule(Protocol):
     """Groups that are set aside for tasks from elsewhere, as a pure function of the group's index."""
 
     def task(self, group_index: int) -> Task | None:
@@ -154,7 +154,7 @@ class GroupSchedule:
     family: TaskFamily
     seed: int
     withheld: Container[Task] = ()
-    practice: Practice | None = None
+    practice: PracticeSchedule | None = None
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None) -> Task:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from agentrl.base.scores import above
+from agentrl.base.scores import is_above
 from agentrl.config.tasks import WeightingConfig
 from agentrl.records import Group, Task, codec
 
@@ -21,7 +21,7 @@ MOST_KIND = 200  # characters of a kind's name that are kept: a family may name 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taught:
+class GroupOutcome:
     """What one group of a task of the family was worth to the learner."""
 
     __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.records.codec
@@ -42,7 +42,7 @@ class Taught:
     """Whether no attempt was scored for a fault of the task itself."""
 
     @classmethod
-    def of(cls, task: Task, group: Group) -> Taught:
+    def of(cls, task: Task, group: Group) -> GroupOutcome:
         scores = [one.score.value for one in group.scored if one.score.value is not None]
         return cls(
             group=group.index,
@@ -59,7 +59,7 @@ class Taught:
     @property
     def differs(self) -> bool:
         """Whether some attempts were scored higher than others."""
-        return above(self.highest, self.lowest)
+        return is_above(self.highest, self.lowest)
 
     @property
     def headroom(self) -> float:
@@ -67,7 +67,7 @@ class Taught:
         return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     @classmethod
-    def read(cls, line: bytes) -> Taught | None:
+    def read(cls, line: bytes) -> GroupOutcome | None:
         """Of a line that `agentrl.records.codec` wrote; None for what is none, and for one with scores that are not finite."""
         try:
             return codec.from_json(cls, line)
@@ -104,7 +104,7 @@ class Weights:
         return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.of(task)
 
 
-class Record:
+class TaskHistory:
     """The last groups of each kind, and with `by_task` of each task. `add` them in the order of their indices."""
 
     def __init__(self, config: WeightingConfig, *, min_group_size: int, by_task: bool) -> None:
@@ -114,7 +114,7 @@ class Record:
         self._tasks = _Lately(config.window)
         self._kinds = _Lately(config.window)
 
-    def add(self, groups: Iterable[Taught]) -> None:
+    def add(self, groups: Iterable[GroupOutcome]) -> None:
         """Groups with fewer scored attempts than the learner takes tell nothing of their task; a broken one taught nothing."""
         for one in groups:
             if one.broken or one.counted >= self._counts:
@@ -135,7 +135,7 @@ class _Lately:
         self._groups: dict[str, deque[tuple[bool, float]]] = {}
         self.weights: dict[str, float] = {}
 
-    def note(self, name: str, one: Taught) -> None:
+    def note(self, name: str, one: GroupOutcome) -> None:
         groups = self._groups.setdefault(name, deque(maxlen=self._window))
         groups.append((one.differs, one.headroom))
         likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))

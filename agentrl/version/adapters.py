@@ -63,17 +63,17 @@ def merge_folder(base: Path, version: Path, target: Path) -> None:
 
     files = sorted(base.glob("*.safetensors"))
     adapter = read_adapter(version / ADAPTER, tensor_shapes(files))
-    save_file(dict(adapter.merge(tensors_of(files), torch.device("cpu"))), target, metadata={"format": "pt"})
+    save_file(dict(adapter.merge(read_tensors(files), torch.device("cpu"))), target, metadata={"format": "pt"})
 
 
-def adds_nothing(path: Path) -> bool:
+def is_zero_adapter(path: Path) -> bool:
     """Whether an adapter's file leaves its base as it is: every B is zero, as before the first update, or every A."""
     with safe_open(path, framework="pt", device="cpu") as file:
         layers = [name.removesuffix(_B) for name in file.keys() if name.endswith(_B)]  # noqa: SIM118 - a handle is not a mapping
         return all(not file.get_tensor(layer + _B).any() or not file.get_tensor(layer + _A).any() for layer in layers)
 
 
-def tensors_of(paths: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of some safetensors files, mapped into memory one at a time."""
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import zstandard
 
-from agentrl.base.files import replacing, sha256_file
+from agentrl.base.files import replace_file, sha256_file
 from agentrl.records import WHOLE_MODEL, codec
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WEIGHTS = WHOLE_MODEL
-FRAMES = "model.delta"
-RECORD = "delta.json"
-NEWEST = ".newest.safetensors"  # in versions/: the whole weights that the learner published last, base of the next delta
+DELTA_FILE = "model.delta"
+DELTA_RECORD = "delta.json"
+NEWEST_WEIGHTS = ".newest.safetensors"  # in versions/: the whole weights that the learner published last, base of the next delta
 CHUNK = 1 << 24
 _LEVEL = 3
 _HEADER_LIMIT = 100 << 20  # the safetensors format's own bound
@@ -53,7 +53,7 @@ class Delta:
     stride: int  # bytes of a number
 
 
-def encode(parent: Path, target: Path, folder: Path, *, number: int) -> Delta | None:
+def write_delta(parent: Path, target: Path, folder: Path, *, number: int) -> Delta | None:
     """Writes `folder/model.delta` and `delta.json`, which turn the file `parent` (of version `number`) into `target`.
 
     Returns None and writes nothing when the files differ in length.
@@ -64,7 +64,7 @@ def encode(parent: Path, target: Path, folder: Path, *, number: int) -> Delta | 
     stride = _stride(target)
     packer = zstandard.ZstdCompressor(level=_LEVEL)
     before, after = hashlib.sha256(), hashlib.sha256()
-    with parent.open("rb") as old, target.open("rb") as new, (folder / FRAMES).open("wb") as out:
+    with parent.open("rb") as old, target.open("rb") as new, (folder / DELTA_FILE).open("wb") as out:
         while data := new.read(CHUNK):
             was = old.read(CHUNK)
             before.update(was)
@@ -76,62 +76,62 @@ def encode(parent: Path, target: Path, folder: Path, *, number: int) -> Delta | 
         parent=number,
         parent_sha256=before.hexdigest(),
         sha256=after.hexdigest(),
-        delta_sha256=sha256_file(folder / FRAMES),
+        delta_sha256=sha256_file(folder / DELTA_FILE),
         size=size,
         stride=stride,
     )
-    (folder / RECORD).write_bytes(codec.to_json(delta))
+    (folder / DELTA_RECORD).write_bytes(codec.to_json(delta))
     return delta
 
 
-def read(folder: Path) -> Delta | None:
+def read_delta(folder: Path) -> Delta | None:
     """The delta of a version folder, or None. Raises `ValueError` when it is damaged."""
-    path = folder / RECORD
+    path = folder / DELTA_RECORD
     return codec.from_json(Delta, path.read_bytes()) if path.exists() else None
 
 
-def apply(folder: Path, file: Path) -> None:
+def apply_delta(folder: Path, file: Path) -> None:
     """Turns `file` from the parent's weights into those of the version in `folder`, in place.
 
     Raises `ValueError` when the delta does not match its record (`file` is untouched then), or the result does not (`file` is
     worthless then).
     """
-    delta = read(folder)
+    delta = read_delta(folder)
     if delta is None:
         raise ValueError(f"{folder} holds no delta")
-    if sha256_file(folder / FRAMES) != delta.delta_sha256:
-        raise ValueError(f"{folder / FRAMES} is damaged: its sha256 differs")
+    if sha256_file(folder / DELTA_FILE) != delta.delta_sha256:
+        raise ValueError(f"{folder / DELTA_FILE} is damaged: its sha256 differs")
     if file.stat().st_size != delta.size or delta.stride not in (1, 2, 4, 8):
-        raise ValueError(f"{folder / FRAMES} does not fit {file}: {delta.size} bytes are needed")
+        raise ValueError(f"{folder / DELTA_FILE} does not fit {file}: {delta.size} bytes are needed")
     digest, unpacker = hashlib.sha256(), zstandard.ZstdDecompressor()
-    with (folder / FRAMES).open("rb") as frames, file.open("r+b") as target:
+    with (folder / DELTA_FILE).open("rb") as frames, file.open("r+b") as target:
         for start in range(0, delta.size, CHUNK):
             data = target.read(min(CHUNK, delta.size - start))
             frame = _frame(frames)
             if frame:
                 try:
                     if zstandard.frame_content_size(frame) != len(data):  # before memory is allocated for it
-                        raise ValueError(f"{folder / FRAMES} is damaged: a piece has the wrong length")
+                        raise ValueError(f"{folder / DELTA_FILE} is damaged: a piece has the wrong length")
                     change = unpacker.decompress(frame)
                 except zstandard.ZstdError as error:
-                    raise ValueError(f"{folder / FRAMES} is damaged: {error}") from error
+                    raise ValueError(f"{folder / DELTA_FILE} is damaged: {error}") from error
                 data = (_array(data) ^ _join(_array(change), delta.stride)).tobytes()
                 target.seek(start)
                 target.write(data)
             digest.update(data)
     if digest.hexdigest() != delta.sha256:
-        raise ValueError(f"{file} with {folder / FRAMES} is not the version that was published: its sha256 differs")
+        raise ValueError(f"{file} with {folder / DELTA_FILE} is not the version that was published: its sha256 differs")
 
 
-def chain(folder: Path) -> list[Path]:
+def delta_chain(folder: Path) -> list[Path]:
     """The version folders from the nearest whole one up to `folder`. Raises `ValueError` when the chain is broken."""
     links = [folder]
     while not (links[0] / WEIGHTS).exists():
-        delta = read(links[0])
+        delta = read_delta(links[0])
         if delta is None:
             raise ValueError(f"{links[0]} holds neither {WEIGHTS} nor a delta")
         if delta.parent >= int(links[0].name):
-            raise ValueError(f"{links[0] / RECORD} names a parent that is not older")
+            raise ValueError(f"{links[0] / DELTA_RECORD} names a parent that is not older")
         links.insert(0, links[0].parent / f"{delta.parent:06d}")
     return links
 
@@ -142,38 +142,38 @@ def materialize(folder: Path) -> Path:
     Raises `ValueError` when a link of the chain is missing or damaged.
     """
     whole = folder / WEIGHTS
-    delta = None if whole.exists() else read(folder)
+    delta = None if whole.exists() else read_delta(folder)
     if delta is None:
         return whole
     try:
-        with replacing(whole, tag=f"{os.getpid()}-{threading.get_ident()}") as part:
-            newest = folder.parent / NEWEST
+        with replace_file(whole, tag=f"{os.getpid()}-{threading.get_ident()}") as part:
+            newest = folder.parent / NEWEST_WEIGHTS
             if newest.exists() and newest.stat().st_size == delta.size:
                 shutil.copyfile(newest, part)
             if not part.exists() or sha256_file(part) != delta.sha256:
-                _build(chain(folder), part)
+                _build(delta_chain(folder), part)
     except OSError as error:
         raise ValueError(f"{whole} cannot be made from its delta: {error}") from error
     return whole
 
 
-def verify(folder: Path, sha256: str) -> None:
+def verify_weights(folder: Path, sha256: str) -> None:
     """Raises `ValueError` unless the weights of `folder`, whole or as a chain of deltas, have the checksum; writes nothing."""
-    links = chain(folder)
+    links = delta_chain(folder)
     for link in reversed(links[1:]):
-        delta = read(link)
+        delta = read_delta(link)
         assert delta is not None, "a chain is made of deltas"
-        if delta.sha256 != sha256 or sha256_file(link / FRAMES) != delta.delta_sha256:
-            raise ValueError(f"{link / FRAMES} is not what was registered: its sha256 differs")
+        if delta.sha256 != sha256 or sha256_file(link / DELTA_FILE) != delta.delta_sha256:
+            raise ValueError(f"{link / DELTA_FILE} is not what was registered: its sha256 differs")
         sha256 = delta.parent_sha256
     if (found := sha256_file(links[0] / WEIGHTS)) != sha256:
         raise ValueError(f"{links[0] / WEIGHTS} is not what was registered: sha256 {found[:12]}..., expected {sha256[:12]}...")
 
 
-def needed_by(folder: Path) -> list[Path]:
+def base_folders(folder: Path) -> list[Path]:
     """The version folders that `folder` is built from; none if the chain is broken."""
     try:
-        return chain(folder)[:-1]
+        return delta_chain(folder)[:-1]
     except (ValueError, OSError):
         return []
 
@@ -181,14 +181,14 @@ def needed_by(folder: Path) -> list[Path]:
 def _build(links: list[Path], target: Path) -> None:
     shutil.copyfile(links[0] / WEIGHTS, target)
     for link in links[1:]:
-        apply(link, target)
+        apply_delta(link, target)
 
 
 def _stride(path: Path) -> int:
     """Size in bytes of a safetensors file's most common dtype; 1 when unknown."""
     sizes: Counter[int] = Counter()
     try:
-        for entry in tensors(path).values():
+        for entry in read_safetensors_header(path).values():
             start, end = entry["data_offsets"]
             sizes[_SIZES.get(entry["dtype"], 1)] += int(end) - int(start)
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -196,7 +196,7 @@ def _stride(path: Path) -> int:
     return sizes.most_common(1)[0][0] if sizes else 1
 
 
-def tensors(path: Path) -> dict[str, dict[str, Any]]:
+def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
     """Name -> dtype, shape and data_offsets of each tensor of a safetensors file, from its header; entries are not checked.
 
     Raises `ValueError` when it is not safetensors (format: https://github.com/huggingface/safetensors#format).

@@ -114,7 +114,7 @@ def check_safetensors(path: Path) -> None:
     """Raises `UserError` unless the file has the length in its header, unlike a broken download or copy."""
     again = "download or copy it again, or save the model again with save_pretrained"
     try:
-        with untrusted_files.opened(path) as file:
+        with untrusted_files.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -218,14 +218,14 @@ def has_chat_template(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names) or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def put_chat_template(folder: Path, text: str) -> None:
+def write_chat_template(folder: Path, text: str) -> None:
     """Gives a model folder a chat template in place of any that it has."""
     (folder / "chat_template.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     settings = read_json(folder / "tokenizer_config.json")
     if settings.pop("chat_template", None) is not None:
-        files.write(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    files.write(folder / "chat_template.jinja", text)
+        files.write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    files.write_atomically(folder / "chat_template.jinja", text)
 
 
 def _stretched(config: dict[str, Any]) -> bool:
@@ -249,7 +249,7 @@ def _largest_token(path: Path) -> int | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model folder. Raises `UserError`."""
     try:
-        content = json.loads(untrusted_files.content(path, most=_LARGEST_JSON))
+        content = json.loads(untrusted_files.read_bytes(path, most=_LARGEST_JSON))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}", fix=_SAVE_AGAIN) from None
     if not isinstance(content, dict):

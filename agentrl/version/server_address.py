@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.base.files import write
+from agentrl.base.files import write_atomically
 
 NAME = "server.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class ServerAddress:
     """A running server: its address, its key, and which of the run's servers it is."""
 
     url: str
@@ -21,20 +21,20 @@ class Server:
     start: int
 
 
-def announce(run_dir: Path, url: str, *, key: str) -> None:
+def announce_server(run_dir: Path, url: str, *, key: str) -> None:
     """Records that a new server answers at `url` to requests with `key`. Only the run's user can read the file."""
-    write(run_dir / NAME, json.dumps({"url": url, "key": key, "start": time.time_ns()}), private=True)
+    write_atomically(run_dir / NAME, json.dumps({"url": url, "key": key, "start": time.time_ns()}), private=True)
 
 
-def withdraw(run_dir: Path) -> None:
+def withdraw_server(run_dir: Path) -> None:
     """Records that there is no server."""
     (run_dir / NAME).unlink(missing_ok=True)
 
 
-def announced(run_dir: Path) -> Server | None:
+def announced_server(run_dir: Path) -> ServerAddress | None:
     """The current server, or None."""
     try:
         record = json.loads((run_dir / NAME).read_text())
     except FileNotFoundError:
         return None
-    return Server(url=str(record["url"]), key=str(record["key"]), start=int(record["start"]))
+    return ServerAddress(url=str(record["url"]), key=str(record["key"]), start=int(record["start"]))

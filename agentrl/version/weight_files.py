@@ -12,7 +12,7 @@ from agentrl.base.files import sha256_file
 from agentrl.version import deltas
 
 
-def weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path, first_folder: Path) -> list[Path]:
+def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path, first_folder: Path) -> list[Path]:
     """The files in `folder` that `sizes` names, each checked to be complete. Raises `ValueError`.
 
     `folder` must be below `below` (the run's versions folder) or be `first_folder`, with which the server was started.
@@ -38,7 +38,7 @@ def tensor_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
     Raises `ValueError` when one is not safetensors (format: https://github.com/huggingface/safetensors#format).
     """
-    return {name: _shape(path, entry) for path in paths for name, entry in deltas.tensors(path).items()}
+    return {name: _shape(path, entry) for path in paths for name, entry in deltas.read_safetensors_header(path).items()}
 
 
 def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
@@ -61,13 +61,13 @@ class WeightCopy:
         Raises `ValueError` when the delta is damaged, when neither these weights nor a whole file of its parent fit it, or when
         the result is not what was published.
         """
-        delta = deltas.read(folder)
+        delta = deltas.read_delta(folder)
         if delta is None:
             raise ValueError(f"{folder} holds no delta")
         if self._sha256 != delta.parent_sha256:
             self._take(folder.parent / f"{delta.parent:06d}" / deltas.WEIGHTS, delta.parent_sha256)
         self._sha256, wanted = "", delta.sha256
-        deltas.apply(folder, self._path)
+        deltas.apply_delta(folder, self._path)
         self._sha256 = wanted
         return self._path
 

@@ -171,7 +171,7 @@ class _Environment:
         try:
             shown = self.host.run(self._called(self._task, self._tools[name], arguments))
         except InfrastructureError as error:  # TRL would tell the model, and score the episode
-            user_code.report(f"tool {name}", error)
+            user_code.log_unexpected(f"tool {name}", error)
             self._fault = error
             return self.ending
         finally:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat, TurnLoop, tool
-from agentrl.agent.typed import typed
+from agentrl.agent.typed import typed_tool
 from agentrl.base.processes import rare_collections
 from agentrl.records import Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.serving import TokenClient
-from agentrl.serving.weight_state import WeightsInService
+from agentrl.serving.weight_state import WeightState
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from benchmarks.load.script import Script, tokenizer
@@ -51,7 +51,7 @@ _SHOWN = ""
 
 
 def schema() -> dict[str, Any]:
-    return dict(typed(look).schema)
+    return dict(typed_tool(look).schema)
 
 
 async def judged(task: Task, episode: Episode) -> Score:
@@ -96,7 +96,7 @@ def checked(scored: ScoredEpisode, script: Script) -> None:
 
 
 async def turns(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
-    client = TokenClient(url, weights=WeightsInService(0))
+    client = TokenClient(url, weights=WeightState(0))
     groups, task = runner_of(client, at_once=given.at_once), task_of(script)
 
     async def play(first: int, count: int) -> None:
@@ -150,7 +150,7 @@ async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str
 
 
 async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
-    client = TokenClient(url, weights=WeightsInService(0))
+    client = TokenClient(url, weights=WeightState(0))
     policy = Timed(client, tuple(given.delay))
     groups, task = runner_of(policy, at_once=given.episodes[0], request_timeout_s=300.0), task_of(script, wall_s=3600.0)
     running = []
@@ -181,7 +181,7 @@ async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[st
 
 async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
     """Memory while so many episodes wait for a completion that does not come, `after` turns behind them."""
-    client = TokenClient(url, weights=WeightsInService(0))
+    client = TokenClient(url, weights=WeightState(0))
     policy = Timed(client, (0.0, 0.0))
     groups, task = runner_of(policy, at_once=max(given.episodes), request_timeout_s=3600.0), task_of(script, wall_s=3600.0)
     running: list[asyncio.Task[Any]] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat
-from agentrl.gateway import Gateway, Outside
+from agentrl.gateway import ExternalProgram, Gateway
 from agentrl.gateway.session import Session
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode, Sandbox
@@ -81,8 +81,8 @@ class RecordingGateway(Gateway):
         return app
 
 
-class Watched(Outside):
-    """`Outside` with a recording gateway. Keeps the program's result and runs the task's test in the same sandbox."""
+class Watched(ExternalProgram):
+    """`ExternalProgram` with a recording gateway. Keeps the program's result and runs the task's test in the same sandbox."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

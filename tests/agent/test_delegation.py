@@ -16,7 +16,7 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import RecipeError, ServingError
 from agentrl.records import EpisodeState, Parent, Task, codec
-from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.session.preflight import check_delegation
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -136,7 +136,7 @@ async def test_a_state_is_taken_where_no_sub_agent_runs_and_goes_on_to_the_same_
 
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None and state.turn_count == turns
         assert [one.stop_reason for one in state.trajectories] == ["", *["answered"] * (len(state.trajectories) - 1)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.chat import WITHHELD, load_chat
-from agentrl.agent.escaping import Fence
+from agentrl.agent.escaping import ControlTokenEscaper
 from agentrl.records import ToolResult
 from agentrl.testing import byte_tokenizer
 
@@ -29,7 +29,7 @@ def shipped() -> ChatFormat:
 
 @given(TOKENS, TEXT)
 def test_no_token_is_left_and_nothing_else_is_changed(tokens: set[str], text: str) -> None:
-    fence = Fence(tokens)
+    fence = ControlTokenEscaper(tokens)
     broken = fence.break_up(text)
     assert not [token for token in tokens if token in broken]
     assert fence.break_up(broken) == broken
@@ -38,7 +38,7 @@ def test_no_token_is_left_and_nothing_else_is_changed(tokens: set[str], text: st
 
 @given(TOKENS.filter(lambda tokens: all(len(token) > 1 and " " not in token for token in tokens)), TEXT)
 def test_only_spaces_are_put_in(tokens: set[str], text: str) -> None:
-    assert Fence(tokens).break_up(text).replace(" ", "") == text.replace(" ", "")
+    assert ControlTokenEscaper(tokens).break_up(text).replace(" ", "") == text.replace(" ", "")
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_only_spaces_are_put_in(tokens: set[str], text: str) -> None:
     ],
 )
 def test_ways_in_which_tokens_may_lie(tokens: list[str], text: str, broken: str) -> None:
-    assert Fence(tokens).break_up(text) == broken
+    assert ControlTokenEscaper(tokens).break_up(text) == broken
 
 
 def test_thousands_of_tokens_make_one_pattern() -> None:
     tokens = [f"<|reserved_special_token_{number}|>" for number in range(5000)] + [f"<unused{number}>" for number in range(5000)]
-    assert Fence(tokens).break_up("".join(tokens)) == "".join(f"< {token[1:]}" for token in tokens)
+    assert ControlTokenEscaper(tokens).break_up("".join(tokens)) == "".join(f"< {token[1:]}" for token in tokens)
 
 
 @pytest.mark.parametrize("added", ["!", "  ", "q", "a b", "é"])

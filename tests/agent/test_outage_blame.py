@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.agent import ToolOutcome
-from agentrl.agent.invoke import Called, call_tool
-from agentrl.agent.outage_blame import KEPT_CALLS, ONE_IN, SEEN_DOWN, Caller, CallRecord
+from agentrl.agent.invoke import CallResult, call_tool
+from agentrl.agent.outage_blame import MAX_CALLS_PER_TOOL, ONE_IN, SEEN_DOWN, Caller, CallRecord
 from agentrl.agent.tools import function_schema
 from agentrl.errors import ToolUnavailable
 from agentrl.protocols import Sandbox
@@ -122,10 +122,10 @@ def test_one_attempt_at_a_task_that_provokes_what_the_others_use_has_no_such_exc
 
 def test_outages_that_no_other_call_shows_are_excused_as_rarely_as_they_are_real() -> None:
     tool, excused = Tool(), 0
-    for episode in range(KEPT_CALLS // 2):
+    for episode in range(MAX_CALLS_PER_TOOL // 2):
         tool.ok(1000 + episode)
         excused += not tool.failing(episode).provoked(sure=False)
-    assert excused == 1 + (KEPT_CALLS // 2) // ONE_IN
+    assert excused == 1 + (MAX_CALLS_PER_TOOL // 2) // ONE_IN
 
 
 def test_an_excused_episode_stays_excused() -> None:
@@ -290,10 +290,10 @@ class Backend:
         return ToolOutcome(output="found", ok=True)
 
 
-def called(tool: Backend, record: CallRecord, *texts: str) -> list[Called | BaseException]:
+def called(tool: Backend, record: CallRecord, *texts: str) -> list[CallResult | BaseException]:
     """Calls of as many episodes at once, each with its text, after one that was answered."""
 
-    async def play() -> list[Called | BaseException]:
+    async def play() -> list[CallResult | BaseException]:
         record.answered("search", who(99))
         calls = [
             call_tool(tool, {"text": text}, None, Limits(), turn=1, record=record, caller=who(number)) for number, text in enumerate(texts)
@@ -306,16 +306,16 @@ def called(tool: Backend, record: CallRecord, *texts: str) -> list[Called | Base
 def test_an_outage_of_a_moment_costs_nothing() -> None:
     tool = Backend(iter([True, True, *[False] * 9]))
     found = called(tool, CallRecord(), "a", "b", "c")
-    assert [one.outcome.output for one in found if isinstance(one, Called)] == ["found"] * 3 and tool.calls == 5
-    assert [one.failure for one in found if isinstance(one, Called)] == [None] * 3
+    assert [one.outcome.output for one in found if isinstance(one, CallResult)] == ["found"] * 3 and tool.calls == 5
+    assert [one.failure for one in found if isinstance(one, CallResult)] == [None] * 3
 
 
 def test_calls_that_a_tool_fails_at_are_told_from_one_that_is_down() -> None:
     tool = Backend(itertools.repeat(False))
     bad, *good = called(tool, CallRecord(), "bad", *"abcdef")
-    assert isinstance(bad, Called) and bad.failure is not None and bad.failure.blame is Blame.POLICY
+    assert isinstance(bad, CallResult) and bad.failure is not None and bad.failure.blame is Blame.POLICY
     assert bad.outcome.output.startswith("error: search failed: ConnectionResetError") and tool.calls == 6 + 4
-    assert all(isinstance(one, Called) and one.outcome.ok for one in good)
+    assert all(isinstance(one, CallResult) and one.outcome.ok for one in good)
     down = called(Backend(itertools.repeat(True)), CallRecord(), "bad", *"abcdef")
     assert all(isinstance(one, ToolUnavailable) for one in down)
 
@@ -330,4 +330,4 @@ def test_a_backend_that_loses_one_call_in_ten_costs_no_attempt() -> None:
     draw = random.Random(7)
     tool = Backend(iter(lambda: draw.random() < 0.1, None))
     found = called(tool, CallRecord(), *["a"] * 200)
-    assert all(isinstance(one, Called) and one.outcome.ok for one in found)
+    assert all(isinstance(one, CallResult) and one.outcome.ok for one in found)

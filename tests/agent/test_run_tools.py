@@ -14,8 +14,8 @@ import pytest
 from agentrl.agent import load_tools
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.mcp import RunTools
-from agentrl.agent.mcp.tool_list import offers
-from agentrl.agent.run_tools import FILE, declared, keep, pinned, with_sub_agents
+from agentrl.agent.mcp.tool_list import usable_tools
+from agentrl.agent.run_tools import MCP_FILE, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
 from agentrl.config import Recipe
 from agentrl.errors import RecipeError, TaskError, ToolUnavailable, UserError
 from agentrl.protocols import ToolSource
@@ -41,8 +41,8 @@ def recipe(way: str = "honest", **bounds: Any) -> Recipe:
 
 
 async def begun(given: Recipe, *tools: str, folder: Path | None = None, **more: Any) -> ToolSource:
-    tasks = with_sub_agents([sample_task(tools=tools)], given.rollout.delegation)
-    return await pinned(declared(given.tools, HOSTILE.parent), tasks, NOWHERE, folder=folder, **more)
+    tasks = with_sub_agent_tools([sample_task(tools=tools)], given.rollout.delegation)
+    return await pin_tools(declared_tools(given.tools, HOSTILE.parent), tasks, NOWHERE, folder=folder, **more)
 
 
 async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
@@ -52,8 +52,8 @@ async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
     tools = await begun(given, "mcp:it", folder=tmp_path, chat=CHAT)
     shown = load_tools(("mcp:it", "submit"), None, tools)["echo"]
     assert shown.schema["function"]["description"] == "Give it back.?[2J"
-    keep(tools, tmp_path)
-    before = (tmp_path / FILE).read_text()
+    save_tool_offers(tools, tmp_path)
+    before = (tmp_path / MCP_FILE).read_text()
     assert [one["name"] for one in json.loads(before)["it"]] == ["echo", "count"]
     assert (await begun(given, "mcp:it", folder=tmp_path)).servers["it"].offers == tools.servers["it"].offers
     with pytest.raises(UserError, match="not the server that this run began with: the tool echo takes other arguments"):
@@ -106,7 +106,7 @@ async def test_what_only_sub_agents_use_is_started_too() -> None:
 async def test_without_a_recipes_word_nothing_is_asked_for() -> None:
     assert (await begun(RECIPE, "submit")).servers == {}
     with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
-        load_tools(("mcp:it",), None, declared(RECIPE.tools, HOSTILE.parent))
+        load_tools(("mcp:it",), None, declared_tools(RECIPE.tools, HOSTILE.parent))
     assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts what its cases name"
 
 
@@ -136,19 +136,19 @@ def test_a_secret_that_is_not_there_is_said_before_anything_starts(monkeypatch: 
         ({"url": "http://a", "key_env": "NOT_THERE"}, "key_env"),
     ):
         with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE holds no secret") as error:
-            declared(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
+            declared_tools(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
         assert "export NOT_THERE" in error.value.fix
 
 
 async def test_a_server_outside_that_hangs_in_every_episode_is_overdue_and_one_that_answers_is_not() -> None:
-    tools = declared(recipe("hangs").tools, HOSTILE.parent)
+    tools = declared_tools(recipe("hangs").tools, HOSTILE.parent)
     live = tools.servers["it"].live
     assert live is not None
     inside = RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}})
-    assert declared(inside.tools, HOSTILE.parent).servers["it"].live is None, "an agent can stop a server in its sandbox"
+    assert declared_tools(inside.tools, HOSTILE.parent).servers["it"].live is None, "an agent can stop a server in its sandbox"
     live._first_s = 0.5
     for way, overdue in (("hangs", True), ("honest", False)):
-        server = replace(tools.servers["it"], config=recipe(way).tools.mcp["it"], offers=offers([ECHO, COUNT], ()))
+        server = replace(tools.servers["it"], config=recipe(way).tools.mcp["it"], offers=usable_tools([ECHO, COUNT], ()))
         for _ in range(2):
             box = load_tools(("mcp:it",), None, RunTools(servers={"it": server}, bounds={}))
             called = call_tool(box["echo"], {"text": "a"}, None, Limits(tool_timeout_s=0.5), turn=1)

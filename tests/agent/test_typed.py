@@ -340,9 +340,9 @@ def test_a_docstring_may_be_short(text: str) -> None:
         say.__doc__ = text
         return tool(say)
 
-    from agentrl.agent.typed import typed
+    from agentrl.agent.typed import typed_tool
 
-    schema = typed(made()).schema["function"]
+    schema = typed_tool(made()).schema["function"]
     told = schema["parameters"]["properties"]["query"].get("description")
     assert (schema["description"], told) == (("Say.", "what") if "\n" in text else (text, None))
 

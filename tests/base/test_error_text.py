@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.error_text import chain, clip, disk_full, first, in_log, leaves, location, short
+from agentrl.base.error_text import (
+    cause_in_log,
+    clip_text,
+    disk_full_error,
+    error_chain,
+    group_members,
+    main_error,
+    one_line_error,
+    raise_location,
+)
 from agentrl.errors import DiskFull, ServingError, StoreError, UserError
 
 REFUSED_MODEL = """\
@@ -48,7 +57,7 @@ ENGINE = """\
     ],
 )
 def test_the_part_s_own_reason_is_found(log: str, cause: str, fix: str) -> None:
-    found, advice = in_log(log)
+    found, advice = cause_in_log(log)
     assert found.startswith(cause) and fix in advice and "See root cause" not in found
     assert bool(cause) == bool(found) and bool(fix) == bool(advice)
 
@@ -63,19 +72,19 @@ def test_a_full_disk_is_seen_through_what_was_raised_from_it() -> None:
         except StoreError as error:
             return ExceptionGroup("two", [KeyError("x"), error])
 
-    assert disk_full(chained()) is not None
-    assert isinstance(first(chained()), StoreError)
-    assert disk_full(OSError(errno.EDQUOT, "quota")) and disk_full(DiskFull("x"))
-    assert disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"))
-    assert not disk_full(OSError(errno.EACCES, "denied")) and not disk_full(KeyError("space"))
-    assert not disk_full(RuntimeError("PytorchStreamReader failed reading zip archive [inline_container.cc:1]"))
+    assert disk_full_error(chained()) is not None
+    assert isinstance(main_error(chained()), StoreError)
+    assert disk_full_error(OSError(errno.EDQUOT, "quota")) and disk_full_error(DiskFull("x"))
+    assert disk_full_error(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"))
+    assert not disk_full_error(OSError(errno.EACCES, "denied")) and not disk_full_error(KeyError("space"))
+    assert not disk_full_error(RuntimeError("PytorchStreamReader failed reading zip archive [inline_container.cc:1]"))
 
 
 def test_of_several_errors_the_most_telling_is_shown() -> None:
     bug, server, user = KeyError("k"), ServingError("died"), UserError("wrong", fix="right")
-    assert first(BaseExceptionGroup("g", [bug, ExceptionGroup("h", [server])])) is server
-    assert first(BaseExceptionGroup("g", [bug, ExceptionGroup("h", [server, user])])) is user
-    assert first(BaseExceptionGroup("g", [bug, ValueError()])) is bug and first(bug) is bug
+    assert main_error(BaseExceptionGroup("g", [bug, ExceptionGroup("h", [server])])) is server
+    assert main_error(BaseExceptionGroup("g", [bug, ExceptionGroup("h", [server, user])])) is user
+    assert main_error(BaseExceptionGroup("g", [bug, ValueError()])) is bug and main_error(bug) is bug
 
 
 def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> None:
@@ -86,9 +95,9 @@ def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> 
             return error
         raise AssertionError
 
-    assert location(caught()).startswith("tests/base/test_error_text.py:") or "/tests/test_causes.py:" in location(caught())
-    assert location(KeyError()) == "" and short(KeyError()) == "KeyError"
-    assert len(short(caught())) <= 600 and len(clip("line\n" * 99).splitlines()) == 6
+    assert raise_location(caught()).startswith("tests/base/test_error_text.py:") or "/tests/test_causes.py:" in raise_location(caught())
+    assert raise_location(KeyError()) == "" and one_line_error(KeyError()) == "KeyError"
+    assert len(one_line_error(caught())) <= 600 and len(clip_text("line\n" * 99).splitlines()) == 6
 
 
 def test_code_installed_in_another_environment_is_never_the_users(tmp_path: Path) -> None:
@@ -101,53 +110,55 @@ def test_code_installed_in_another_environment_is_never_the_users(tmp_path: Path
     try:
         scope["check"](colour="red")
     except TypeError as error:
-        assert "test_causes.py:" in location(error)
+        assert "test_causes.py:" in raise_location(error)
 
 
 def test_the_leaves_of_groups_come_in_order_however_deep_they_lie() -> None:
     deep: BaseException = ValueError("deep")
     for _ in range(5000):
         deep = ExceptionGroup("g", [deep])
-    found = list(leaves(BaseExceptionGroup("all", [KeyError("first"), ExceptionGroup("g", [KeyError("second"), OSError("third")]), deep])))
+    found = list(
+        group_members(BaseExceptionGroup("all", [KeyError("first"), ExceptionGroup("g", [KeyError("second"), OSError("third")]), deep]))
+    )
     assert [str(one.args[0]) for one in found] == ["first", "second", "third", "deep"]
-    assert list(leaves(found[0])) == [found[0]]
+    assert list(group_members(found[0])) == [found[0]]
 
 
 def test_each_error_of_a_chain_comes_once() -> None:
     bug, server, task = KeyError("k"), ServingError("died"), ValueError("v")
     group = BaseExceptionGroup("g", [bug, bug, server])
     server.__cause__, server.__context__, bug.__context__ = task, group, server
-    assert list(chain(group)) == [group, bug, server, task]
+    assert list(error_chain(group)) == [group, bug, server, task]
 
 
 @pytest.mark.parametrize("text", ["No space left on device", "Disk quota exceeded", "database or disk is full"])
 def test_texts_of_a_full_disk(text: str) -> None:
-    assert disk_full(RuntimeError(f"write failed: {text}"))
+    assert disk_full_error(RuntimeError(f"write failed: {text}"))
 
 
 def test_the_codes_of_a_full_database() -> None:
     for code, full in ((sqlite3.SQLITE_FULL, True), (sqlite3.SQLITE_FULL | 5 << 8, True), (sqlite3.SQLITE_IOERR, False)):
         error = sqlite3.OperationalError("no")
         error.sqlite_errorcode = code
-        assert (disk_full(error) is error) is full
-    assert disk_full(sqlite3.OperationalError("no")) is None
+        assert (disk_full_error(error) is error) is full
+    assert disk_full_error(sqlite3.OperationalError("no")) is None
     other = RuntimeError("no")
     other.sqlite_errorcode = sqlite3.SQLITE_FULL  # type: ignore[attr-defined]
-    assert disk_full(other) is None, "no error of SQLite"
+    assert disk_full_error(other) is None, "no error of SQLite"
 
 
 def test_a_full_disk_is_shown_before_other_errors() -> None:
     full = OSError(errno.ENOSPC, "full")
-    assert first(ExceptionGroup("g", [UserError("wrong", fix="right"), full])) is full
+    assert main_error(ExceptionGroup("g", [UserError("wrong", fix="right"), full])) is full
 
 
 def test_a_syntax_error_is_placed_where_it_is() -> None:
-    assert location(SyntaxError("bad", ("recipe.py", 3, 1, "x"))) == "recipe.py:3"
-    assert location(SyntaxError("bad")) == ""
+    assert raise_location(SyntaxError("bad", ("recipe.py", 3, 1, "x"))) == "recipe.py:3"
+    assert raise_location(SyntaxError("bad")) == ""
 
 
 def test_a_cause_is_cut_at_600_characters() -> None:
-    assert clip("x" * 600) == "x" * 600 and clip("x" * 601) == "x" * 597 + "..."
+    assert clip_text("x" * 600) == "x" * 600 and clip_text("x" * 601) == "x" * 597 + "..."
 
 
 @pytest.mark.parametrize(
@@ -163,4 +174,4 @@ def test_a_cause_is_cut_at_600_characters() -> None:
     ],
 )
 def test_the_message_of_the_last_error_of_a_log(log: str, cause: str) -> None:
-    assert in_log(log) == (cause, "")
+    assert cause_in_log(log) == (cause, "")

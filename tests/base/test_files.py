@@ -15,8 +15,8 @@ from agentrl.base import files
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    files.write(path, "é")
-    files.write(path, b"second", durable=True, tag="7")
+    files.write_atomically(path, "é")
+    files.write_atomically(path, b"second", durable=True, tag="7")
     assert path.read_bytes() == b"second" and list(tmp_path.iterdir()) == [path]
 
 
@@ -25,24 +25,24 @@ def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path, monkey
     pipe, said = tmp_path / "pipe", tmp_path / "said"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    files.write(pipe, "through the pipe", durable=True)
+    files.write_atomically(pipe, "through the pipe", durable=True)
     assert os.read(reader, 100) == b"through the pipe" and pipe.is_fifo()
     os.close(reader)
     (stdout := tmp_path / "dev" / "stdout").parent.mkdir()
     stdout.symlink_to(said)  # as where the output of the process goes to a file
     said.touch()
     monkeypatch.setattr(files, "_OPENED", (stdout.parent,))
-    files.write(stdout, "said")
+    files.write_atomically(stdout, "said")
     assert said.read_text() == "said" and stdout.is_symlink()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["dev", "pipe", "said", "stdout"]
 
 
 def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    files.write(path, "before")
+    files.write_atomically(path, "before")
 
     def interrupted() -> None:
-        with files.replacing(path) as part:
+        with files.replace_file(path) as part:
             part.write_text("half")
             raise KeyboardInterrupt
 
@@ -65,10 +65,10 @@ def test_content_is_synced_before_it_takes_its_place_and_the_folder_after(tmp_pa
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
-    files.write(tmp_path / "a", b"x")
+    files.write_atomically(tmp_path / "a", b"x")
     assert seen == [".a.part", "replace"]
     seen.clear()
-    files.write(tmp_path / "a", b"y", durable=True)
+    files.write_atomically(tmp_path / "a", b"y", durable=True)
     assert seen == [".a.part", "replace", tmp_path.name]
     seen.clear()
     files.append_lines(tmp_path / "lines", [b"1\n"], durable=True)
@@ -79,8 +79,8 @@ def test_content_is_synced_before_it_takes_its_place_and_the_folder_after(tmp_pa
 def test_a_folder_appears_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
     final = tmp_path / "new" / "000001"
     for content in ("first", "second"):
-        (files.part_folder(final) / "litter").write_text("of an attempt that was interrupted")
-        part = files.part_folder(final)
+        (files.partial_folder(final) / "litter").write_text("of an attempt that was interrupted")
+        part = files.partial_folder(final)
         (part / "sub").mkdir()
         (part / "sub" / "a").write_text(content)
         files.commit_folder(part, final)
@@ -121,8 +121,8 @@ def test_lines_come_back_but_for_a_torn_one(
 
 def test_the_tail_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    assert files.tail(path, most=5) == ""
+    assert files.tail_bytes(path, most=5) == ""
     path.write_bytes(b"0123456789")
-    assert files.tail(path, most=5) == "56789"
-    assert files.tail(path, most=5, start=8) == "89"
-    assert files.tail(path, most=50, start=3) == "3456789"
+    assert files.tail_bytes(path, most=5) == "56789"
+    assert files.tail_bytes(path, most=5, start=8) == "89"
+    assert files.tail_bytes(path, most=50, start=3) == "3456789"

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from agentrl.base import database
-from agentrl.base.database import check_files, packed, unpacked
+from agentrl.base.database import check_files, compress, decompress
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import AgentRLError
 from agentrl.experience import SqliteStore
 from agentrl.failure.collection import Collection
-from agentrl.judge.ledger import Ledger, spent_in
+from agentrl.judge.ledger import JudgeLedger, usage_in
 from agentrl.memory.store import NoteStore
 from tests.base.test_untrusted_files import in_time
 from tests.experience.test_store import make_group
@@ -29,8 +29,8 @@ from tests.failure.traces import trace
 def test_what_is_packed_is_unpacked_however_well_it_compresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A policy in a loop writes one token, with one logprob, a million times."""
     for data in (b"", b"x", b"0.0," * (20 << 20), os.urandom(1 << 20)):
-        assert unpacked(packed(data)) == data
-    assert len(packed(b"0.0," * (20 << 20))) == (80 << 20) // 256 + 8, "a frame without content has 8 bytes of its own"
+        assert decompress(compress(data)) == data
+    assert len(compress(b"0.0," * (20 << 20))) == (80 << 20) // 256 + 8, "a frame without content has 8 bytes of its own"
     monkeypatch.setattr(database, "_UNPACKED", 1 << 16)
     loops = make_group(0, "loop " * 200_000)
     store = SqliteStore(tmp_path / "experience.sqlite")
@@ -49,7 +49,7 @@ def neighbours(folder: Path) -> dict[str, Callable[[], object]]:
             store.counts()
 
     def spend() -> None:
-        ledger = Ledger(folder / "judges.sqlite")
+        ledger = JudgeLedger(folder / "judges.sqlite")
         try:
             asyncio.run(ledger.keep("key", "text"))
             asyncio.run(ledger.count("judge", calls=1))
@@ -145,7 +145,7 @@ def test_values_of_other_types_and_long_queries_are_errors_of_the_file(tmp_path:
         db.execute("INSERT INTO spent (judge, prompt_tokens) VALUES ('judge', 'many') ON CONFLICT DO UPDATE SET prompt_tokens = 'many'")
         db.commit()
     with pytest.raises(AgentRLError, match="prompt_tokens has a value of type"):
-        spent_in(tmp_path)
+        usage_in(tmp_path)
     with closing(sqlite3.connect(tmp_path / "notes.sqlite")) as db:
         db.execute("INSERT INTO writers (id, episode, task_key) VALUES (1, x'00ff', 't')")
         db.execute("INSERT INTO notes (step, writer, scope, text) VALUES (0, 1, 's', 'x'), (0, 77, 's', 'y')")

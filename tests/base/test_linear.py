@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.agent.calls import CLOSE, OPEN, read_calls
 from agentrl.agent.forms import FORMS, deepseek
-from agentrl.agent.tools import clip, show
+from agentrl.agent.tools import clip, render_result
 from agentrl.observe import write_report
 from agentrl.observe.markup import visible
 from agentrl.records import (
@@ -31,8 +31,8 @@ from agentrl.records import (
 )
 from agentrl.records.sampling import Sampling
 from agentrl.reward.rewardfile import reward
-from agentrl.rollout.active import EpisodeLife
-from agentrl.session.transcript import append, transcript
+from agentrl.rollout.active import ActiveEpisode
+from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
@@ -49,9 +49,9 @@ CHAT = chat_of(TOKENIZER)
 TASK = sample_task(data={"answer": "1"})
 
 
-def life() -> EpisodeLife:
+def life() -> ActiveEpisode:
     """An episode that has shown nothing yet."""
-    return EpisodeLife(
+    return ActiveEpisode(
         TASK,
         episode_id="e",
         attempt=0,
@@ -121,7 +121,7 @@ def test_words(unit: str) -> None:
         visible,
         lambda text: Message(role="assistant", content=text),
         lambda text: clip(text, 2000),
-        lambda text: show(ExecResult(exit_code=1, stdout=text, stderr=text, wall_s=0.0), limits),
+        lambda text: render_result(ExecResult(exit_code=1, stdout=text, stderr=text, wall_s=0.0), limits),
         lambda text: life().shown(text),
         lambda text: reward(text, None),
         lambda text: reward(None, text),
@@ -169,7 +169,7 @@ def test_transcripts_and_the_report(unit: str, tmp_path: Path) -> None:
         for phase in ("before", "after"):
             path = tmp_path / "episodes" / f"{phase}.jsonl"
             path.unlink(missing_ok=True)
-            append(path, [transcript(TASK, scored, phase=phase, step=0)])
+            append_transcripts(path, [transcript(TASK, scored, phase=phase, step=0)])
         write_report(tmp_path)
 
     assert_linear(write, lambda size: said(repeated(unit)(size)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.base.liveness import FACTOR, LEAST_S, SOUND_S, Answers, Liveness, Restarts, asked
+from agentrl.base.liveness import DEADLINE_FACTOR, MIN_DEADLINE_S, SOUND_S, AnswerLiveness, Liveness, Restarts, external_parts
 from agentrl.testing.clock import JumpingClock
 
 FIRST_S = 1800.0
@@ -42,7 +42,7 @@ def test_a_stop_after_steps_of_five_seconds_is_seen_within_a_minute() -> None:
     clock = JumpingClock()
     live = part(clock)
     steps(clock, live, 3, 5.0)
-    assert not silent_for(LEAST_S - 1, clock, live)
+    assert not silent_for(MIN_DEADLINE_S - 1, clock, live)
     verdict = silent_for(5, clock, live)
     assert "while making a step" in verdict and "longest so far: 5.0 s" in verdict and "deadline: 60 s" in verdict
 
@@ -64,9 +64,9 @@ def test_each_kind_of_work_has_its_own_history() -> None:
         live.progress("writing a checkpoint")
         clock.now += 120.0
         steps(clock, live, 500, 0.1, "computing a micro-batch")
-    assert live.deadline_s == LEAST_S
+    assert live.deadline_s == MIN_DEADLINE_S
     live.progress("writing a checkpoint")
-    assert live.deadline_s == FACTOR * 120.0
+    assert live.deadline_s == DEADLINE_FACTOR * 120.0
 
 
 def test_work_of_a_size_that_was_never_seen_has_the_generous_deadline() -> None:
@@ -76,14 +76,14 @@ def test_work_of_a_size_that_was_never_seen_has_the_generous_deadline() -> None:
         live.progress("computing", 200)
         clock.now += 0.1
     live.progress("computing", 400)
-    assert live.deadline_s == LEAST_S
+    assert live.deadline_s == MIN_DEADLINE_S
     live.progress("computing", 802)
     assert live.deadline_s == FIRST_S
     live.progress("computing", 16_384)
     assert live.deadline_s == FIRST_S
     clock.now += 30.0
     live.progress("computing", 16_384)
-    assert live.deadline_s == FACTOR * 30.0
+    assert live.deadline_s == DEADLINE_FACTOR * 30.0
 
 
 def test_a_restarted_part_is_compared_with_its_first_times() -> None:
@@ -98,11 +98,11 @@ def test_a_restarted_part_is_compared_with_its_first_times() -> None:
             break
         clock.now += 200.0
         steps(clock, live, 5, 0.1, "computing")
-        assert live.deadline_s == LEAST_S
-    assert live.deadline_s == FACTOR * 200.0
+        assert live.deadline_s == MIN_DEADLINE_S
+    assert live.deadline_s == DEADLINE_FACTOR * 200.0
     clock.now += 150.0
     live.progress("computing")
-    assert live.deadline_s == LEAST_S
+    assert live.deadline_s == MIN_DEADLINE_S
 
 
 def test_at_rest_nothing_is_overdue() -> None:
@@ -112,7 +112,7 @@ def test_at_rest_nothing_is_overdue() -> None:
     live.rest()
     assert not silent_for(10 * FIRST_S, clock, live, look_s=5.0)
     live.progress("making a step")
-    assert silent_for(LEAST_S + 2, clock, live)
+    assert silent_for(MIN_DEADLINE_S + 2, clock, live)
 
 
 def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
@@ -122,7 +122,7 @@ def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
     steps(clock, live, 3, 1.0)
     clock.now += 3600.0
     assert not live.overdue()
-    assert not silent_for(LEAST_S - 25, clock, live)
+    assert not silent_for(MIN_DEADLINE_S - 25, clock, live)
     assert silent_for(26, clock, live)
 
 
@@ -133,7 +133,7 @@ def test_reports_carry_their_own_time() -> None:
     for at in (-100.0, -60.0, -20.0):
         live.progress("computing", at=now + at)
     live.progress("computing", at=now + 3600.0)  # no report is from the future
-    assert live.deadline_s == FACTOR * 40.0
+    assert live.deadline_s == DEADLINE_FACTOR * 40.0
 
 
 @given(st.lists(st.integers(1, 400), min_size=2, max_size=20))
@@ -143,18 +143,18 @@ def test_work_shorter_than_ten_times_the_longest_before_is_never_overdue(duratio
     live.progress("working")
     for number, looks in enumerate(durations):
         # The first time of a life is compared with first times alone.
-        allowed = FIRST_S if number < 2 else max(LEAST_S, FACTOR * max(kept[1:]))
+        allowed = FIRST_S if number < 2 else max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(kept[1:]))
         kept.append(min(5 * looks, int(allowed - 1) // 5 * 5))
         assert not silent_for(kept[-1], clock, live, look_s=5.0)
         live.progress("working")
-    assert silent_for(max(LEAST_S, FACTOR * max(kept[1:])) + 10, clock, live, look_s=5.0)
+    assert silent_for(max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(kept[1:])) + 10, clock, live, look_s=5.0)
 
 
 def test_the_deadline_itself_is_not_late() -> None:
     clock = JumpingClock(0.0)
     live = part(clock)
     steps(clock, live, 3, 1.0)
-    assert not silent_for(LEAST_S, clock, live) and live.silent_s == LEAST_S
+    assert not silent_for(MIN_DEADLINE_S, clock, live) and live.silent_s == MIN_DEADLINE_S
     live.progress("making a step")
     assert live.silent_s == 0.0
     clock.now += 5.0
@@ -180,10 +180,10 @@ def test_the_longest_of_the_last_1024_pieces_of_work_counts() -> None:
     live.progress("working")  # the first of its life is apart
     clock.now += 100.0
     steps(clock, live, 1023, 1.0, "working")
-    assert live.deadline_s == FACTOR * 100.0
+    assert live.deadline_s == DEADLINE_FACTOR * 100.0
     clock.now += 1.0
     live.progress("working")
-    assert live.deadline_s == LEAST_S
+    assert live.deadline_s == MIN_DEADLINE_S
 
 
 def test_work_without_a_size_has_the_size_1() -> None:
@@ -194,7 +194,7 @@ def test_work_without_a_size_has_the_size_1() -> None:
         for _ in range(3):
             live.progress("working", **known)
         live.progress("working", **then)
-        assert live.deadline_s == LEAST_S
+        assert live.deadline_s == MIN_DEADLINE_S
     live = part(clock)
     for _ in range(3):
         live.progress("working")
@@ -209,11 +209,11 @@ def test_no_deadline_is_shorter_than_ten_times_a_measured_piece_of_work() -> Non
     live.needs_s = 30.0
     assert live.deadline_s == FIRST_S
     steps(clock, live, 3, 1.0)
-    assert live.deadline_s == FACTOR * 30.0
+    assert live.deadline_s == DEADLINE_FACTOR * 30.0
     assert not silent_for(299, clock, live) and silent_for(3, clock, live)
     live.needs_s = 1000.0
     live.begin()
-    assert live.deadline_s == FACTOR * 1000.0, "nor is the first one"
+    assert live.deadline_s == DEADLINE_FACTOR * 1000.0, "nor is the first one"
 
 
 def test_restarts_count_in_a_row() -> None:
@@ -254,11 +254,11 @@ def test_rare_failures_do_not_add_up(hours: int) -> None:
     assert restarts.total == hours
 
 
-def answering(clock: JumpingClock) -> Answers:
-    return Answers("MCP server search", fix="check it", first_s=120.0, clock=clock.monotonic)
+def answering(clock: JumpingClock) -> AnswerLiveness:
+    return AnswerLiveness("MCP server search", fix="check it", first_s=120.0, clock=clock.monotonic)
 
 
-def passes(clock: JumpingClock, live: Answers, seconds: float) -> str:
+def passes(clock: JumpingClock, live: AnswerLiveness, seconds: float) -> str:
     for _ in range(int(seconds / 5)):
         clock.now += 5.0
         live.overdue()
@@ -288,13 +288,13 @@ def test_a_part_that_answers_others_is_not_overdue() -> None:
                 passes(clock, live, 10)
                 live.answered(10.0)
             assert live.overdue() == ""
-        assert live.deadline_s == FACTOR * 10.0
+        assert live.deadline_s == DEADLINE_FACTOR * 10.0
         assert passes(clock, live, 95) == "" and "longest so far: 10.0 s; deadline: 100 s" in passes(clock, live, 10)
 
 
 def test_only_time_while_a_question_waits_counts_also_between_two_checks() -> None:
     clock = JumpingClock(0.0)
-    live = Answers("MCP server search", fix="check it", first_s=25.0, clock=clock.monotonic)
+    live = AnswerLiveness("MCP server search", fix="check it", first_s=25.0, clock=clock.monotonic)
     for number in range(1, 7):
         clock.now += 15.0
         with live.question():
@@ -306,7 +306,7 @@ def test_only_time_while_a_question_waits_counts_also_between_two_checks() -> No
 
 def test_the_deadline_of_an_answer_follows_the_longest_one_from_the_moment_of_the_last() -> None:
     clock = JumpingClock(0.0)
-    live = Answers("the judge", fix="check it", first_s=120.0, least_s=1.0, clock=clock.monotonic)
+    live = AnswerLiveness("the judge", fix="check it", first_s=120.0, least_s=1.0, clock=clock.monotonic)
     for seconds, deadline_s in ((0.25, 2.5), (0.5, 5.0), (0.125, 5.0)):
         live.answered(seconds)
         assert live.deadline_s == deadline_s
@@ -321,10 +321,10 @@ def test_the_deadline_of_an_answer_follows_the_longest_one_from_the_moment_of_th
 
 def test_a_part_is_watched_from_its_first_question_on() -> None:
     live = answering(JumpingClock())
-    assert live not in asked()
+    assert live not in external_parts()
     with live.question():
-        assert live in asked()
-    assert live in asked()
+        assert live in external_parts()
+    assert live in external_parts()
 
 
 def test_time_in_which_the_driver_was_stopped_is_nobody_s_silence() -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.outage_blame import Caller, CallRecord
-from agentrl.agent.tools import Fault, ToolOutcome
+from agentrl.agent.tools import ToolFault, ToolOutcome
 from agentrl.base import loop_lag, user_code
-from agentrl.base.loop_lag import DRIVER, STALL_S, TICK_S, LoopLag, Stalls
+from agentrl.base.loop_lag import DRIVER_LAG, STALL_S, TICK_S, LoopLag, StallCount
 from agentrl.base.outages import Outage
 from agentrl.errors import InfrastructureError
 from agentrl.records import Limits
@@ -37,10 +37,10 @@ def virtually(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         loop = asyncio.get_running_loop()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "monotonic", loop.time)
-            patch.setattr(DRIVER, "_clock", loop.time)
-            async with DRIVER.watched(alerts.append):
+            patch.setattr(DRIVER_LAG, "_clock", loop.time)
+            async with DRIVER_LAG.watched(alerts.append):
                 await asyncio.sleep(2 * TICK_S)
-                DRIVER.figures()
+                DRIVER_LAG.figures()
                 await test(alerts=alerts, **options)
 
     @functools.wraps(test)
@@ -64,7 +64,7 @@ async def hold() -> None:
 
 @virtually
 async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
-    stalls = Stalls()
+    stalls = StallCount()
 
     async def episode() -> None:
         holding = asyncio.create_task(hold(), context=Context())  # code of the driver
@@ -72,22 +72,22 @@ async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
         await asyncio.sleep(3 * TICK_S)
 
     for _ in range(2):
-        await user_code.call(episode, what="the agent", timeout_s=30.0)
+        await user_code.call_user_code(episode, what="the agent", timeout_s=30.0)
     assert stalls.seconds > 2 * (HOLD_S - 2 * TICK_S)
     (alert,) = alerts
     assert (
         "the driver's event loop stood still for" in alert and "the process got no CPU time" in alert and "no fault of the policy" in alert
     )
-    figures = DRIVER.figures()
+    figures = DRIVER_LAG.figures()
     assert figures["loop_lag_ms_max"] >= 1000 * STALL_S and figures["loop_lag_ms_p99"] <= figures["loop_lag_ms_max"]
     await asyncio.sleep(3 * TICK_S)
-    assert DRIVER.figures()["loop_lag_ms_max"] < 1.0, "figures are those since the last call"
+    assert DRIVER_LAG.figures()["loop_lag_ms_max"] < 1.0, "figures are those since the last call"
 
 
 @virtually
 async def test_many_short_steps_of_one_episode_are_its_own_stall(alerts: list[str]) -> None:
     """As of many requests at once, each of which takes a moment to read."""
-    others = Stalls()
+    others = StallCount()
 
     async def step(ready: asyncio.Event) -> None:
         await ready.wait()
@@ -96,7 +96,7 @@ async def test_many_short_steps_of_one_episode_are_its_own_stall(alerts: list[st
         loop.hold(HOLD_S / 10)
 
     async def agent() -> float:
-        ready, own = asyncio.Event(), loop_lag.current()
+        ready, own = asyncio.Event(), loop_lag.current_stalls()
         steps = [asyncio.create_task(step(ready)) for _ in range(10)]
         await asyncio.sleep(TICK_S)
         ready.set()
@@ -105,13 +105,13 @@ async def test_many_short_steps_of_one_episode_are_its_own_stall(alerts: list[st
         assert own is not None
         return own.seconds
 
-    assert await user_code.call(agent, what="the agent", timeout_s=30.0) == 0.0 and others.seconds > STALL_S
+    assert await user_code.call_user_code(agent, what="the agent", timeout_s=30.0) == 0.0 and others.seconds > STALL_S
 
 
 async def test_a_stall_of_a_real_loop_is_measured() -> None:
-    async with DRIVER.watched(lambda alert: None):
+    async with DRIVER_LAG.watched(lambda alert: None):
         await asyncio.sleep(2 * TICK_S)
-        stalls = Stalls()
+        stalls = StallCount()
         time.sleep(HOLD_S)
         await asyncio.sleep(2 * TICK_S)
         assert stalls.seconds > HOLD_S - 2 * TICK_S
@@ -121,7 +121,7 @@ async def test_a_stall_of_a_real_loop_is_measured() -> None:
 async def test_nothing_is_reported_while_no_episode_waits(alerts: list[str]) -> None:
     await hold()
     await asyncio.sleep(3 * TICK_S)
-    assert alerts == [] and DRIVER.figures()["loop_lag_ms_max"] > 1000 * STALL_S
+    assert alerts == [] and DRIVER_LAG.figures()["loop_lag_ms_max"] > 1000 * STALL_S
 
 
 def test_a_call_that_ended_before_the_first_measurement_does_not_wait() -> None:
@@ -141,8 +141,8 @@ def test_a_call_that_ended_before_the_first_measurement_does_not_wait() -> None:
 
 @virtually
 async def test_the_alert_says_which_code_held_the_loop(alerts: list[str]) -> None:
-    episode = Stalls()
-    await user_code.call(hold, what="tool search", timeout_s=30.0)
+    episode = StallCount()
+    await user_code.call_user_code(hold, what="tool search", timeout_s=30.0)
     await asyncio.sleep(3 * TICK_S)
     assert len(alerts) == 1 and "tool search held it" in alerts[0] and "asyncio.to_thread" in alerts[0]
     assert episode.seconds > STALL_S, "another episode waited"
@@ -151,7 +151,7 @@ async def test_the_alert_says_which_code_held_the_loop(alerts: list[str]) -> Non
 @virtually
 async def test_a_stall_counts_before_it_is_measured(alerts: list[str]) -> None:
     """A deadline and the measurement after a stall are due in the same round of the loop."""
-    stalls = Stalls()
+    stalls = StallCount()
     await asyncio.sleep(0)
     hold_now()
     assert stalls.seconds > STALL_S and stalls.excuse(5.0) and not stalls.excuse(50.0)
@@ -199,7 +199,7 @@ class Waits:
         if self.holds:
             hold_now()
         await asyncio.sleep(0.9 * limits.tool_timeout_s if self.late else 60.0)
-        raise Fault("mcp_timeout", "it gave no answer", outage=Outage(text="no answer in time", late=True))
+        raise ToolFault("mcp_timeout", "it gave no answer", outage=Outage(text="no answer in time", late=True))
 
 
 def trusted() -> CallRecord:
@@ -242,16 +242,16 @@ async def test_code_that_holds_the_loop_itself_has_no_excuse(holds: bool, alerts
 
 @virtually
 async def test_own_holds_count_in_no_enclosing_count(alerts: list[str]) -> None:
-    episode = Stalls()
+    episode = StallCount()
 
     async def started() -> None:
         await asyncio.create_task(hold())
 
     async def agent() -> None:
-        await user_code.call(hold, what="tool", timeout_s=30.0)
-        await user_code.call(started, what="tool", timeout_s=30.0)
+        await user_code.call_user_code(hold, what="tool", timeout_s=30.0)
+        await user_code.call_user_code(started, what="tool", timeout_s=30.0)
 
-    await user_code.call(agent, what="the agent", timeout_s=30.0, within=episode)
-    others = loop_lag.counting()[0]
+    await user_code.call_user_code(agent, what="the agent", timeout_s=30.0, within=episode)
+    others = loop_lag.count_stalls()[0]
     await hold()
     assert others.seconds > STALL_S and episode.seconds == pytest.approx(others.seconds, abs=3 * TICK_S), "only that of others"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.base.numbers import LONGEST_NUMBER, near, number, same_number, whole
+from agentrl.base.numbers import LONGEST_NUMBER, is_near, is_whole, parse_number, same_number
 
 whole_numbers = st.integers(-(10**25), 10**25)
 tolerances = st.floats(0, 0.5)
@@ -29,7 +29,7 @@ def test_changing_a_digit_changes_the_number_however_it_is_written(value: int, d
     at = data.draw(st.integers(0, len(digits) - 1))
     changed = digits[:at] + data.draw(st.sampled_from([d for d in "0123456789" if d != digits[at]])) + digits[at + 1 :]
     for form in (changed, changed + ".0", changed + "e0", "+" + changed, "0" + changed):
-        answer = number(form)
+        answer = parse_number(form)
         assert answer is not None and not same_number(answer, value, relative=1e-6, absolute=0.4), form
 
 
@@ -43,19 +43,19 @@ def test_exact_comparison_is_symmetric_and_that_of_python(one: float, other: flo
 @example(Fraction(1, 10**9), 1.0, 0.1)
 def test_no_constant_is_near_under_any_tolerance(wanted: Fraction, absolute: float, relative: float) -> None:
     """0 is near nothing else; nor is a number of the other sign; and below the tolerance's scale only the relative tolerance counts."""
-    assert not near(0, wanted, relative=relative, absolute=absolute)
-    assert not near(-wanted, wanted, relative=relative, absolute=absolute)
+    assert not is_near(0, wanted, relative=relative, absolute=absolute)
+    assert not is_near(-wanted, wanted, relative=relative, absolute=absolute)
     if abs(wanted) < absolute:
-        assert not near(wanted * 3 / 2, wanted, relative=relative, absolute=absolute)
+        assert not is_near(wanted * 3 / 2, wanted, relative=relative, absolute=absolute)
     else:
-        assert not near(wanted * 8 / 5, wanted, relative=relative, absolute=absolute)
+        assert not is_near(wanted * 8 / 5, wanted, relative=relative, absolute=absolute)
 
 
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12), tolerances)
 def test_floats_are_compared_as_fractions_are(one: float, other: float, relative: float) -> None:
-    exact = near(Fraction(one), Fraction(other), relative=relative)
+    exact = is_near(Fraction(one), Fraction(other), relative=relative)
     close = abs(abs(one - other) - relative * abs(other)) <= 1e-12 * abs(other)  # at the very bound rounding decides
-    assert close or near(one, other, relative=relative) is exact
+    assert close or is_near(one, other, relative=relative) is exact
 
 
 @pytest.mark.parametrize(
@@ -87,23 +87,23 @@ def test_same_number(given_: float, wanted: float, relative: float, absolute: fl
 
 @pytest.mark.parametrize("text", ["", "nan", "inf", "1e999", "1_000", "٣", "1,000", "0x2a", " 1", "1e", ".", "+-1", "½", "9" * 1001])
 def test_what_is_no_number(text: str) -> None:
-    assert number(text) is None
+    assert parse_number(text) is None
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("-0", 0), (".5", Fraction(1, 2)), ("5.", 5), ("+4.20e1", 42), ("1e-400", Fraction(1, 10**400))]
 )
 def test_numbers_keep_every_digit(text: str, value: Fraction) -> None:
-    found = number(text)
-    assert found == value and found is not None and whole(found) is (value.denominator == 1)
+    found = parse_number(text)
+    assert found == value and found is not None and is_whole(found) is (value.denominator == 1)
 
 
 def test_where_the_bounds_of_what_is_read_are() -> None:
-    assert number("9" * LONGEST_NUMBER) == 10**LONGEST_NUMBER - 1 and number("9" * (LONGEST_NUMBER + 1)) is None
-    assert number("1e400") == 10**400 and number("1e-400") == Fraction(1, 10**400)
-    assert number("1e401") is None and number("1e-401") is None
-    assert whole(1e6) and whole(2.0**53 - 1) and whole(1 - 2.0**53)
-    assert not whole(2.0**53) and not whole(-(2.0**53)) and not whole(0.5)
+    assert parse_number("9" * LONGEST_NUMBER) == 10**LONGEST_NUMBER - 1 and parse_number("9" * (LONGEST_NUMBER + 1)) is None
+    assert parse_number("1e400") == 10**400 and parse_number("1e-400") == Fraction(1, 10**400)
+    assert parse_number("1e401") is None and parse_number("1e-401") is None
+    assert is_whole(1e6) and is_whole(2.0**53 - 1) and is_whole(1 - 2.0**53)
+    assert not is_whole(2.0**53) and not is_whole(-(2.0**53)) and not is_whole(0.5)
 
 
 @pytest.mark.parametrize("kind", [float, Fraction])
@@ -123,10 +123,10 @@ def test_where_the_bounds_of_what_is_read_are() -> None:
     ],
 )
 def test_differences_at_the_bound(kind: Any, sign: int, given_: float, wanted: float, relative: float, absolute: float, due: bool) -> None:
-    assert near(kind(sign * given_), kind(sign * wanted), relative=relative, absolute=absolute) is due
+    assert is_near(kind(sign * given_), kind(sign * wanted), relative=relative, absolute=absolute) is due
 
 
 def test_a_tolerance_that_is_not_given_is_none_and_a_fraction_is_compared_exactly() -> None:
-    assert not near(1.4, 1.5, relative=0) and not near(Fraction(7, 5), Fraction(3, 2), relative=0)
-    assert near(Fraction(13, 10), 1.0, relative=0.3), "1.3 - 1.0 is more than 0.3 in floats"
-    assert near(1.0, Fraction(5, 4), relative=0.2)
+    assert not is_near(1.4, 1.5, relative=0) and not is_near(Fraction(7, 5), Fraction(3, 2), relative=0)
+    assert is_near(Fraction(13, 10), 1.0, relative=0.3), "1.3 - 1.0 is more than 0.3 in floats"
+    assert is_near(1.0, Fraction(5, 4), relative=0.2)

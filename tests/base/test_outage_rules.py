@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.outages import Outage, chosen_address, outage, outage_in, outage_named
+from agentrl.base.outages import Outage, has_address, is_outage_name, outage_of, outage_phrase
 from tests.base.test_outages import Code, named
 
 REFUSED = "connection refused"
@@ -17,7 +17,7 @@ REFUSED = "connection refused"
 
 def decided(error: BaseException) -> str:
     """What an error is: `late` or `server` for an outage, else `request`."""
-    report = outage(error, {"query": "a"})
+    report = outage_of(error, {"query": "a"})
     return "request" if report is None else "late" if report.late else "server"
 
 
@@ -159,7 +159,7 @@ def test_numbers_of_the_operating_system() -> None:
 
 def test_an_address_of_the_arguments_excuses_the_machine_but_not_the_network() -> None:
     arguments = {"url": "https://example.com/large"}
-    assert outage(OSError(errno.ENOSPC, "x"), arguments) is not None and outage(OSError(errno.ENETUNREACH, "x"), arguments) is None
+    assert outage_of(OSError(errno.ENOSPC, "x"), arguments) is not None and outage_of(OSError(errno.ENETUNREACH, "x"), arguments) is None
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_the_names_of_built_in_types_decide_nothing() -> None:
     ],
 )
 def test_the_name_of_a_type_in_a_trace(name: str, expected: bool) -> None:
-    assert outage_named(name) is expected
+    assert is_outage_name(name) is expected
 
 
 def test_groups_and_exits_report_nothing_themselves() -> None:
@@ -222,26 +222,26 @@ def test_64_errors_of_a_chain_are_searched() -> None:
 
 def test_20_000_characters_of_a_text_are_searched() -> None:
     pad = 20_000 - len(REFUSED)
-    assert outage_in(" " * pad + REFUSED) == REFUSED and outage_in(" " * (pad + 1) + REFUSED) == ""
+    assert outage_phrase(" " * pad + REFUSED) == REFUSED and outage_phrase(" " * (pad + 1) + REFUSED) == ""
 
 
 def test_10_000_values_of_the_arguments_are_searched() -> None:
     for before, expected in ((9_999, True), (10_000, False)):
-        assert chosen_address({"a": ["x"] * before + ["http://example.com/"]}) is expected
+        assert has_address({"a": ["x"] * before + ["http://example.com/"]}) is expected
 
 
 def test_a_status_in_json_is_an_error_within_300_characters_of_a_field_that_says_so() -> None:
     for distance, expected in ((0, True), (300, True), (301, False)):
         pad = " " * (distance - len('"error":'))
-        assert bool(outage_in(f'{{{" " * 500}"error":{pad}"code": 503}}')) is expected, distance
-        assert bool(outage_in(f'{{"code": 503{pad}"error":{" " * 500}}}')) is expected, distance
-    assert outage_in('"error": 1, "code": 503') == '"code": 503'
+        assert bool(outage_phrase(f'{{{" " * 500}"error":{pad}"code": 503}}')) is expected, distance
+        assert bool(outage_phrase(f'{{"code": 503{pad}"error":{" " * 500}}}')) is expected, distance
+    assert outage_phrase('"error": 1, "code": 503') == '"code": 503'
 
 
 def test_words_of_the_arguments_report_nothing_and_the_next_phrase_may() -> None:
     text = f"{REFUSED}, then bad gateway"
-    assert outage_in(text, {"query": REFUSED}) == "bad gateway" and outage_in(text, {"query": "x"}) == REFUSED
-    assert outage_in(text) == REFUSED and outage_in(text, {"query": f"bad gateway {REFUSED}"}) == ""
+    assert outage_phrase(text, {"query": REFUSED}) == "bad gateway" and outage_phrase(text, {"query": "x"}) == REFUSED
+    assert outage_phrase(text) == REFUSED and outage_phrase(text, {"query": f"bad gateway {REFUSED}"}) == ""
 
 
 def test_an_outage_is_not_late_unless_it_says_so() -> None:
@@ -257,7 +257,7 @@ class Held:
 
 def chosen(arguments: dict[str, Any], text: str = "no", **attributes: Any) -> bool:
     """Whether a failed connection is not an outage, because the arguments hold its address."""
-    return outage(named("ConnectError", args=(text,), **attributes), arguments) is None
+    return outage_of(named("ConnectError", args=(text,), **attributes), arguments) is None
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_any_address_counts_if_the_error_has_only_numbers() -> None:
     ],
 )
 def test_which_arguments_are_addresses(arguments: dict[str, Any], expected: bool) -> None:
-    assert chosen_address(arguments) is expected
+    assert has_address(arguments) is expected
 
 
 def test_arguments_are_searched_8_levels_deep() -> None:
@@ -350,4 +350,4 @@ def test_arguments_are_searched_8_levels_deep() -> None:
             nested = {"a": nested}
         for _ in range(levels - 1):
             listed = [listed]
-        assert chosen_address(nested) is expected and chosen_address({"a": listed}) is expected, levels
+        assert has_address(nested) is expected and has_address({"a": listed}) is expected, levels

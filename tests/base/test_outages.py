@@ -30,7 +30,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.base.outages import outage, outage_in
+from agentrl.base.outages import outage_of, outage_phrase
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -112,21 +112,21 @@ CLIENTS = [by_urllib, by_httpx, by_requests, by_aiohttp]
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("path", ["/500", "/502", "/503", "/504", "/429", "/401", "/drop", "/hang", "/half"])
 def test_what_a_server_does_wrong_is_an_outage_with_every_client(client: Callable[[str], None], path: str, server: str) -> None:
-    found = outage(raised(lambda: client(server + path)), {"query": "the weather", "n": 3})
+    found = outage_of(raised(lambda: client(server + path)), {"query": "the weather", "n": 3})
     assert found is not None and found.text.isprintable() and len(found.text) <= 300
     assert found.late == (path in ("/hang", "/504"))
 
 
 @pytest.mark.parametrize("client", [*CLIENTS, by_openai])
 def test_a_server_that_is_not_there_is_an_outage(client: Callable[[str], None], nobody: str) -> None:
-    assert outage(raised(lambda: client(nobody)), {"query": "the weather"}) is not None
-    assert outage(raised(lambda: client("http://no.such.host.invalid/")), {"query": "the weather"}) is not None
+    assert outage_of(raised(lambda: client(nobody)), {"query": "the weather"}) is not None
+    assert outage_of(raised(lambda: client("http://no.such.host.invalid/")), {"query": "the weather"}) is not None
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("status", [400, 403, 404, 405, 409, 413, 422])
 def test_a_request_that_a_server_refuses_is_no_outage(client: Callable[[str], None], status: int, server: str) -> None:
-    assert outage(raised(lambda: client(f"{server}/{status}"))) is None
+    assert outage_of(raised(lambda: client(f"{server}/{status}"))) is None
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -140,22 +140,22 @@ def test_an_address_that_the_arguments_hold_was_chosen_by_the_agent(client: Call
         {"sites": [{"link": nobody}]},
         {"host": host, "port": int(port)},
     ):
-        assert outage(dead, asked) is None, asked
-    assert outage(dead, {"url": f"http://localhost:{port}/"}) is None, "the error holds a number where the agent wrote a name"
+        assert outage_of(dead, asked) is None, asked
+    assert outage_of(dead, {"url": f"http://localhost:{port}/"}) is None, "the error holds a number where the agent wrote a name"
     unknown = raised(lambda: client("http://no.such.host.invalid/"))
-    assert outage(unknown, {"url": "http://no.such.host.invalid/"}) is None
-    assert outage(raised(lambda: client(server + "/503")), {"url": server + "/503"}) is None
-    assert outage(dead, {"path": "report.csv", "query": "who is http"}) is not None, "a file's name is no address"
+    assert outage_of(unknown, {"url": "http://no.such.host.invalid/"}) is None
+    assert outage_of(raised(lambda: client(server + "/503")), {"url": server + "/503"}) is None
+    assert outage_of(dead, {"path": "report.csv", "query": "who is http"}) is not None, "a file's name is no address"
 
 
 def test_a_backend_with_a_name_is_told_from_an_address_in_the_arguments() -> None:
     request = httpx.Request("GET", "http://search.internal:9200/_search")
     dead = httpx.ConnectError("All connection attempts failed", request=request)
-    assert outage(dead, {"query": "what is https://example.com about"}) is not None
-    assert outage(dead, {"query": "x", "host": "search.internal"}) is None
+    assert outage_of(dead, {"query": "what is https://example.com about"}) is not None
+    assert outage_of(dead, {"query": "x", "host": "search.internal"}) is None
     short = httpx.ConnectError("no", request=httpx.Request("GET", "http://search:9200/"))
-    assert outage(short, {"query": "search for me"}) is not None
-    assert outage(short, {"url": "http://search/"}) is None
+    assert outage_of(short, {"query": "search for me"}) is not None
+    assert outage_of(short, {"url": "http://search/"}) is None
 
 
 def sql(code: str) -> None:
@@ -220,7 +220,7 @@ def test_errors_of_the_standard_library_by_what_raises_them(tmp_path: Path) -> N
         "a program's deadline": lambda: subprocess.run([sys.executable, "-c", "import time; time.sleep(9)"], timeout=0.2),
     }
     for what, code in outages.items():
-        assert outage(raised(code), {"text": "a"}) is not None, what
+        assert outage_of(raised(code), {"text": "a"}) is not None, what
     wrong: dict[str, Callable[[], Any]] = {
         "a table that there is not": lambda: sql("select * from nothing"),
         "a syntax error": lambda: sql("selec"),
@@ -233,12 +233,12 @@ def test_errors_of_the_standard_library_by_what_raises_them(tmp_path: Path) -> N
         "a number": lambda: int("connection refused"),
     }
     for what, code in wrong.items():
-        assert outage(raised(code), {"text": "a"}) is None, what
+        assert outage_of(raised(code), {"text": "a"}) is None, what
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EDQUOT])
 def test_a_machine_that_is_full_is_an_outage_whatever_address_was_asked_for(number: int) -> None:
-    assert outage(OSError(number, os.strerror(number)), {"url": "https://example.com/large"}) is not None
+    assert outage_of(OSError(number, os.strerror(number)), {"url": "https://example.com/large"}) is not None
 
 
 def named(name: str, *bases: str, module: str = "client", **attributes: Any) -> Exception:
@@ -301,7 +301,7 @@ type(WRONG["grpc"]).details = lambda self: "no"  # type: ignore[attr-defined]
 @pytest.mark.parametrize("client", OUTAGES)
 def test_clients_that_are_not_installed(client: str) -> None:
     error = OUTAGES[client]
-    assert outage(error, {"query": "a"}) is not None
+    assert outage_of(error, {"query": "a"}) is not None
     wrapped = [
         _from(RuntimeError("the tool failed"), error),
         _while(KeyError("x"), error),
@@ -310,19 +310,19 @@ def test_clients_that_are_not_installed(client: str) -> None:
         urllib.error.URLError(error),  # type: ignore[arg-type]
     ]
     for outer in wrapped:
-        assert outage(outer, {"query": "a"}) is not None, outer
+        assert outage_of(outer, {"query": "a"}) is not None, outer
 
 
 @pytest.mark.parametrize("client", WRONG)
 def test_what_those_say_of_a_wrong_request(client: str) -> None:
-    assert outage(WRONG[client], {"query": "a"}) is None
-    assert outage(_from(RuntimeError("the tool failed"), WRONG[client]), {"query": "a"}) is None
+    assert outage_of(WRONG[client], {"query": "a"}) is None
+    assert outage_of(_from(RuntimeError("the tool failed"), WRONG[client]), {"query": "a"}) is None
 
 
 def test_the_first_error_that_decides_does() -> None:
     """A client that tried another server after the first, and was refused there, was refused."""
-    assert outage(_while(named("HTTPStatusError", status_code=404), ConnectionRefusedError())) is None
-    assert outage(_while(named("HTTPStatusError", status_code=502), KeyError("x"))) is not None
+    assert outage_of(_while(named("HTTPStatusError", status_code=404), ConnectionRefusedError())) is None
+    assert outage_of(_while(named("HTTPStatusError", status_code=502), KeyError("x"))) is not None
 
 
 def _from(outer: BaseException, cause: BaseException) -> BaseException:
@@ -336,12 +336,12 @@ def _while(outer: BaseException, context: BaseException) -> BaseException:
 
 
 def test_words_that_the_arguments_hold_are_not_the_servers() -> None:
-    assert outage_in("Error executing tool search: [Errno 111] Connection refused") == "Connection refused"
+    assert outage_phrase("Error executing tool search: [Errno 111] Connection refused") == "Connection refused"
     echoed = "no notes hold 'Connection refused'"
-    assert outage_in(echoed, {"query": "connection-refused"}) == "" and outage_in(echoed, {"query": "refused"}) != ""
-    assert outage_in("a b", {"a": "Connection", "b": ["refused"]}) == ""
-    assert outage_in("Connection refused", {"a": "Connection", "b": {"c": "REFUSED!"}}) == ""
-    assert outage(RuntimeError("nothing about 'bad gateway'"), {"query": "bad gateway"}) is None
+    assert outage_phrase(echoed, {"query": "connection-refused"}) == "" and outage_phrase(echoed, {"query": "refused"}) != ""
+    assert outage_phrase("a b", {"a": "Connection", "b": ["refused"]}) == ""
+    assert outage_phrase("Connection refused", {"a": "Connection", "b": {"c": "REFUSED!"}}) == ""
+    assert outage_of(RuntimeError("nothing about 'bad gateway'"), {"query": "bad gateway"}) is None
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_words_that_the_arguments_hold_are_not_the_servers() -> None:
     ],
 )
 def test_texts_that_report_an_outage(text: str) -> None:
-    assert outage_in(text)
+    assert outage_phrase(text)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_texts_that_report_an_outage(text: str) -> None:
     ],
 )
 def test_texts_that_do_not(text: str) -> None:
-    assert outage_in(text) == ""
+    assert outage_phrase(text) == ""
 
 
 class Hostile(Exception):
@@ -408,16 +408,16 @@ JSON = st.recursive(
     st.dictionaries(st.text(), JSON), st.sampled_from([Hostile(), OSError(), OSError(None, None), Exception(), ConnectionError(10**5000)])
 )
 def test_it_decides_whatever_the_error_and_the_arguments_are(asked: dict[str, Any], error: Exception) -> None:
-    outage(error, asked)
+    outage_of(error, asked)
     looped = RuntimeError("a")
     looped.__cause__ = _from(error, looped)
-    outage(looped, asked)
+    outage_of(looped, asked)
     error.__cause__ = None
 
 
 @given(st.text(), st.dictionaries(st.text(), JSON))
 def test_any_text(text: str, asked: dict[str, Any]) -> None:
-    assert isinstance(outage_in(text, asked), str)
+    assert isinstance(outage_phrase(text, asked), str)
 
 
 REPORTED = [
@@ -487,8 +487,8 @@ REPORTED = [
 
 @pytest.mark.parametrize("text", REPORTED)
 def test_texts_of_real_clients_and_servers(text: str) -> None:
-    assert outage_in(text)
-    assert outage_in(f"Error executing tool search: {text}")
+    assert outage_phrase(text)
+    assert outage_phrase(f"Error executing tool search: {text}")
 
 
 NOUNS = ("items", "rows", "ms", "of 900", "students", "EUR", "pages", "and 404", "to 600", "- 599", "services", "users", "x 3", "is free")
@@ -502,12 +502,12 @@ NUMBERS = (429, 500, 501, 502, 503, 504, 520, 529)
 @given(st.sampled_from(LABELS), st.sampled_from([" ", ": ", " = ", "="]), st.sampled_from(NUMBERS), st.sampled_from(NOUNS))
 def test_numbers_that_count_something_report_no_outage(label: str, mark: str, number: int, noun: str) -> None:
     for text in (f"{label}{mark}{number} {noun}", f"a\n{label}{mark}{number} {noun}\nb", f"{number} {noun}, {label}{mark}{number} {noun}"):
-        assert outage_in(text) == "", text
+        assert outage_phrase(text) == "", text
 
 
 @given(st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=6), st.sampled_from(LABELS), st.sampled_from([", ", " and ", " - ", "."]))
 def test_lists_of_numbers_report_no_outage(numbers: list[int], label: str, mark: str) -> None:
-    assert outage_in(f"{label}: {mark.join(map(str, numbers))} were counted") == ""
+    assert outage_phrase(f"{label}: {mark.join(map(str, numbers))} were counted") == ""
 
 
 @given(
@@ -517,16 +517,16 @@ def test_lists_of_numbers_report_no_outage(numbers: list[int], label: str, mark:
     )
 )
 def test_fields_of_records_report_no_outage(record: dict[str, int | str]) -> None:
-    assert outage_in(json.dumps(record)) == "" and outage_in(json.dumps([record, record], indent=2)) == ""
+    assert outage_phrase(json.dumps(record)) == "" and outage_phrase(json.dumps([record, record], indent=2)) == ""
 
 
 @given(st.sampled_from(NUMBERS), st.sampled_from(["room", "order status", "page", "id"]), st.sampled_from(["", "\n", ".", ")"]))
 def test_numbers_at_the_end_of_a_line_report_no_outage(number: int, label: str, mark: str) -> None:
-    assert outage_in(f"{label}: {number}{mark}") == ""
+    assert outage_phrase(f"{label}: {number}{mark}") == ""
 
 
 def test_a_text_of_statuses_alone_is_searched_in_linear_time() -> None:
     for text in ("status: 500 " + " " * 20_000, "status 500 " * 2000, '"code": 500, ' * 1600, "HTTP 500 - 5" * 1700):
         started = time.monotonic()
-        outage_in(text)
+        outage_phrase(text)
         assert time.monotonic() - started < 1.0

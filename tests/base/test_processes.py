@@ -13,7 +13,7 @@ import time
 import weakref
 from pathlib import Path
 
-from agentrl.base.processes import age_s, die_with_parent, raise_file_limit, rare_collections
+from agentrl.base.processes import die_with_parent, process_age_s, raise_file_limit, rare_collections
 from tests.waiting import until
 
 
@@ -46,7 +46,7 @@ def test_the_age_of_a_process_is_that_of_the_clock() -> None:
     code = "import time; time.sleep(0.7); from agentrl.base.processes import age_s; print(age_s())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert 0.68 <= float(done.stdout) <= time.monotonic() - began + 0.02
-    assert age_s() > float(done.stdout)
+    assert process_age_s() > float(done.stdout)
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.base import run_lock
-from agentrl.base.run_lock import DRIVER, driving, hold_part
+from agentrl.base.run_lock import DRIVER, drive_folder, hold_shared_lock
 from agentrl.errors import RunFolderBusy, UserError
-from agentrl.session.folder import claimed
+from agentrl.session.folder import claim_run_folder
 
 HOLD = """
 import sys, time
@@ -52,7 +52,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_holder_is_named_and_killing_it_frees_the_folder_at_once(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(RunFolderBusy) as error, driving(run, command="mine"):
+    with pytest.raises(RunFolderBusy) as error, drive_folder(run, command="mine"):
         pytest.fail("two hold it")
     told = str(error.value)
     assert f"process {holder.pid} on {socket.gethostname()}" in told and "agentrl train mine.py" in told
@@ -60,16 +60,16 @@ def test_the_holder_is_named_and_killing_it_frees_the_folder_at_once(holder: sub
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     began = time.monotonic()
-    with driving(run, command="mine"):
+    with drive_folder(run, command="mine"):
         assert time.monotonic() - began < 1.0
         assert json.loads((run / DRIVER).read_text())["pid"] == os.getpid()
 
 
 def test_no_child_inherits_the_lock(tmp_path: Path) -> None:
-    with driving(tmp_path / "run", command="mine"):
+    with drive_folder(tmp_path / "run", command="mine"):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
     try:
-        with driving(tmp_path / "run", command="again"):
+        with drive_folder(tmp_path / "run", command="again"):
             pass
     finally:
         child.kill()
@@ -94,7 +94,7 @@ def raced(runs: Path, wanted: Path | None = None) -> list[str]:
     def race() -> None:
         barrier.wait(60)
         try:
-            with claimed(wanted, runs, "q", resume=False, command="race") as folder:
+            with claim_run_folder(wanted, runs, "q", resume=False, command="race") as folder:
                 barrier.wait(60)
                 (folder / "recipe.json").write_text("{}")
                 answers.put(str(folder))
@@ -113,38 +113,38 @@ def raced(runs: Path, wanted: Path | None = None) -> list[str]:
 
 def test_a_part_that_outlived_its_driver_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learner dies with its driver, but not in the same instant: this one takes a second and a half."""
-    part = hold_part(tmp_path)
+    part = hold_shared_lock(tmp_path)
     dying = subprocess.Popen(["sleep", "1.5"], pass_fds=(part,))
     os.close(part)
-    with driving(tmp_path, command="mine"):
+    with drive_folder(tmp_path, command="mine"):
         assert dying.poll() is not None or not Path(f"/proc/{dying.pid}").exists()
     assert "waiting until the server and the learner of the run before have ended" in capsys.readouterr().err
     dying.wait()
 
 
 def test_a_part_that_does_not_end_is_named(tmp_path: Path) -> None:
-    part = hold_part(tmp_path)
+    part = hold_shared_lock(tmp_path)
     stuck = subprocess.Popen(["sleep", "600"], pass_fds=(part,))
     os.close(part)
     try:
         with (
             pytest.raises(UserError, match=rf"has not ended after 0\.1 s \(processes {stuck.pid}\)"),
-            driving(tmp_path, command="", wait_s=0.1),
+            drive_folder(tmp_path, command="", wait_s=0.1),
         ):
             pytest.fail("a part is still there")
     finally:
         stuck.kill()
         stuck.wait()
-    with driving(tmp_path, command="mine"):
+    with drive_folder(tmp_path, command="mine"):
         pass
 
 
 def test_a_refused_start_leaves_no_folder_and_one_that_was_used_stays(tmp_path: Path) -> None:
     run = tmp_path / "deep" / "run"
-    with pytest.raises(KeyError), driving(run, command="mine"):
+    with pytest.raises(KeyError), drive_folder(run, command="mine"):
         raise KeyError
     assert not run.exists()
-    with driving(run, command="mine"):
+    with drive_folder(run, command="mine"):
         (run / "recipe.json").write_text("{}")
     assert (run / "recipe.json").exists()
 
@@ -161,18 +161,18 @@ def test_a_folder_removed_between_opening_and_locking_is_made_again(tmp_path: Pa
         flock(handle, how)
 
     monkeypatch.setattr(run_lock.fcntl, "flock", removed_first)
-    with driving(run, command="mine"):
+    with drive_folder(run, command="mine"):
         assert json.loads((run / DRIVER).read_text())["command"] == "mine" and len(seen) == 2
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be used as a run folder"), driving(tmp_path / "file" / "run", command="mine"):
+    with pytest.raises(UserError, match="cannot be used as a run folder"), drive_folder(tmp_path / "file" / "run", command="mine"):
         pass
 
 
 @pytest.mark.parametrize(("folder", "why"), [("/proc/no-such-run", "No such file"), ("/tmp/\udcff", "not UTF-8")])
 def test_a_folder_that_cannot_be_made_or_named_is_refused(folder: str, why: str) -> None:
-    with pytest.raises(UserError, match=why) as error, driving(Path(folder), command="mine"):
+    with pytest.raises(UserError, match=why) as error, drive_folder(Path(folder), command="mine"):
         pytest.fail("there is no such folder")
     assert str(error.value).isascii()

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.base.scores import ROUNDING, above, alike, exact, negligible, reaches, slack
+from agentrl.base.scores import ROUNDING, all_equal, all_negligible, exact_fraction, is_above, is_at_least, tolerance
 from agentrl.config import ObjectiveConfig, build
-from agentrl.evaluation import Rule, compare, judge
+from agentrl.evaluation import GateRule, apply_rule, compare
 from agentrl.experience.steps import has_preference
-from agentrl.failure.capture import Why, why
-from agentrl.gate.rule import passes
+from agentrl.failure.capture import CaptureReason, capture_reason
+from agentrl.gate.rule import attempt_passes
 from agentrl.objective import assemble, batch_advantages
 from agentrl.objective.turns import turn_advantages
 from agentrl.records import Episode, Group, Score, ScoredEpisode
 from agentrl.reward.rubric import Rubric
-from agentrl.supervised.select import demonstrations, preferences
+from agentrl.supervised.select import select_demonstrations, select_preferences
 from tests.judging import episode, task
 from tests.objective.test_samples import _scored, _turn
 from tests.rollout.test_scheduling import raced
@@ -39,11 +39,11 @@ def test_rounding_is_no_difference_and_anything_larger_is(score: float, steps: i
     other = score
     for _ in range(abs(steps)):
         other = math.nextafter(other, math.copysign(math.inf, steps))
-    assert alike((score, other)) and reaches(score, other) and reaches(other, score)
-    assert not above(score, other) and not above(other, score)
+    assert all_equal((score, other)) and is_at_least(score, other) and is_at_least(other, score)
+    assert not is_above(score, other) and not is_above(other, score)
     higher = score + more * max(1.0, abs(score))
-    assert above(higher, score) and not reaches(score, higher) and not alike((score, higher))
-    assert abs(exact(score) - Fraction(score)) <= ROUNDING * max(1.0, abs(score))
+    assert is_above(higher, score) and not is_at_least(score, higher) and not all_equal((score, higher))
+    assert abs(exact_fraction(score) - Fraction(score)) <= ROUNDING * max(1.0, abs(score))
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.randoms())
@@ -51,27 +51,33 @@ def test_sums_in_any_order_are_alike_and_exactly_so_as_fractions(weights: list[i
     shuffled = weights[:]
     random.shuffle(shuffled)
     sums = [sum(weight * 0.001 for weight in order) for order in (weights, shuffled)]
-    assert alike(sums) and len({exact(one) for one in sums}) == 1
+    assert all_equal(sums) and len({exact_fraction(one) for one in sums}) == 1
 
 
 def test_what_is_not_finite() -> None:
-    assert alike(()) and alike((math.inf,)) and alike((math.inf, math.inf)) and not alike((math.inf, 1.0)) and not alike((math.nan, 1.0))
-    assert not above(math.nan, 0.0) and above(math.inf, 1.0) and reaches(math.inf, math.inf) and not reaches(-math.inf, 0.0)
+    assert (
+        all_equal(())
+        and all_equal((math.inf,))
+        and all_equal((math.inf, math.inf))
+        and not all_equal((math.inf, 1.0))
+        and not all_equal((math.nan, 1.0))
+    )
+    assert not is_above(math.nan, 0.0) and is_above(math.inf, 1.0) and is_at_least(math.inf, math.inf) and not is_at_least(-math.inf, 0.0)
 
 
 def test_where_rounding_ends() -> None:
     """At a billionth of the larger score, or of 1; such a difference itself still is rounding."""
-    assert slack() == slack(0.001) == slack(-1.0) == ROUNDING
-    assert slack(1.0, -1e6) == slack(1e6, 1.0) == ROUNDING * 1e6
-    assert slack(math.inf) == slack(-math.inf, 1.0) == 0.0
-    assert alike((0.0, ROUNDING)) and reaches(0.0, ROUNDING) and not above(ROUNDING, 0.0)
-    assert negligible([ROUNDING, -ROUNDING], [0.5]) and not negligible([0.0, 1.0], [1.0]) and not negligible([-1.0], [1.0])
-    assert negligible([], []) and not negligible([2 * ROUNDING], [0.5]) and negligible([2 * ROUNDING], [0.5, 2.0])
+    assert tolerance() == tolerance(0.001) == tolerance(-1.0) == ROUNDING
+    assert tolerance(1.0, -1e6) == tolerance(1e6, 1.0) == ROUNDING * 1e6
+    assert tolerance(math.inf) == tolerance(-math.inf, 1.0) == 0.0
+    assert all_equal((0.0, ROUNDING)) and is_at_least(0.0, ROUNDING) and not is_above(ROUNDING, 0.0)
+    assert all_negligible([ROUNDING, -ROUNDING], [0.5]) and not all_negligible([0.0, 1.0], [1.0]) and not all_negligible([-1.0], [1.0])
+    assert all_negligible([], []) and not all_negligible([2 * ROUNDING], [0.5]) and all_negligible([2 * ROUNDING], [0.5, 2.0])
 
 
 def test_fractions_of_scores_have_nine_decimals_or_digits() -> None:
-    assert exact(0.1 + 0.2) == Fraction(3, 10) and exact(1e-10) == exact(-1e-10) == 0
-    assert exact(-1234567.1234567891) == Fraction("-1234567.123") and exact(1234567.1234567891) == Fraction("1234567.123")
+    assert exact_fraction(0.1 + 0.2) == Fraction(3, 10) and exact_fraction(1e-10) == exact_fraction(-1e-10) == 0
+    assert exact_fraction(-1234567.1234567891) == Fraction("-1234567.123") and exact_fraction(1234567.1234567891) == Fraction("1234567.123")
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
@@ -113,11 +119,11 @@ def test_groups_without_a_preference_are_the_same_for_all_that_ask() -> None:
 def test_preference_pairs_are_of_scores_that_differ() -> None:
     attempts = (attempt("a", [4], HALVES[0]), attempt("b", [5], HALVES[1]), attempt("c", [6], HALVES[2]))
     made = Group(index=0, task_id="t", task_key="k", episodes=attempts)  # type: ignore[arg-type]
-    assert preferences([made], margin=0.0) == []
+    assert select_preferences([made], margin=0.0) == []
     wide = Group(index=0, task_id="t", task_key="k", episodes=(attempt("a", [4], 0.7), attempt("b", [5], 0.2)))  # type: ignore[arg-type]
-    assert len(preferences([wide], margin=0.5)) == 1, "0.7 - 0.2 is half a point, and 0.49999999999999994"
+    assert len(select_preferences([wide], margin=0.5)) == 1, "0.7 - 0.2 is half a point, and 0.49999999999999994"
     solved = Group(index=0, task_id="t", task_key="k", episodes=(attempt("a", [4], 0.7 + 0.2 + 0.1),))  # type: ignore[arg-type]
-    assert len(demonstrations([solved])) == 1, "0.7 + 0.2 + 0.1 is 1, and 0.9999999999999999"
+    assert len(select_demonstrations([solved])) == 1, "0.7 + 0.2 + 0.1 is 1, and 0.9999999999999999"
 
 
 def test_policies_that_differ_by_rounding_are_the_same() -> None:
@@ -125,9 +131,9 @@ def test_policies_that_differ_by_rounding_are_the_same() -> None:
     now = {f"c{n}": [HALVES[1]] * 4 for n in range(40)}
     found = compare(before, now)
     assert found is not None and (found.effect, found.p_value, found.lost, found.gained) == (0.0, 1.0, (), ())
-    assert not judge(Rule(), before, now, {}).blocked and judge(Rule(), before, now, {}).p_value == 1.0
+    assert not apply_rule(GateRule(), before, now, {}).blocked and apply_rule(GateRule(), before, now, {}).p_value == 1.0
     lower = {f"c{n}": [0.4] * 4 for n in range(40)}
-    assert judge(Rule(), before, lower, {}).blocked, "the control: a tenth lower is worse"
+    assert apply_rule(GateRule(), before, lower, {}).blocked, "the control: a tenth lower is worse"
 
 
 def test_ties_that_were_computed_in_another_order_are_exact() -> None:
@@ -148,9 +154,9 @@ async def test_full_marks_are_full_marks_at_every_bar(score: float) -> None:
 
     rubric = Rubric({"right": (one, 1.0), "careful": (gives, 1.0)}, gate={"careful": 1.0}, caps={"careful": 0.1})
     given_ = await rubric(task(), episode("x"))
-    assert reaches(given_.value or 0.0, 1.0) and passes(score, 1.0)
+    assert is_at_least(given_.value or 0.0, 1.0) and attempt_passes(score, 1.0)
     scored = ScoredEpisode(episode=Episode(id="e", task_id="t", task_key="k", trajectories=()), score=Score(value=score))
-    assert why(scored, below=1.0) is None and why(scored, below=1.1) is Why.FAILED
+    assert capture_reason(scored, below=1.0) is None and capture_reason(scored, below=1.1) is CaptureReason.FAILED
 
 
 def test_no_score_is_compared_otherwise() -> None:

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.base import secrets
-from agentrl.base.secret_forms import hidden, is_secret, looks_generated
+from agentrl.base.secret_forms import hide_logins, is_secret, looks_generated
 from agentrl.config import Recipe
 from agentrl.errors import RecipeError
 
@@ -94,7 +94,7 @@ PLANTED_GENERATED: dict[str, Callable[[str], Any]] = {
 
 def refused(value: Any, secret: str) -> bool:
     """Whether a value is refused; that no message repeats the secret is checked on the way."""
-    found = list(secrets.literals(value, "tasks.options"))
+    found = list(secrets.literal_secret_errors(value, "tasks.options"))
     assert all(secret not in message for message in found), (value, found)
     return bool(found)
 
@@ -109,7 +109,7 @@ def test_a_secret_is_recognized_by_where_it_is(text: str, where: str) -> None:
 
 @pytest.mark.parametrize("where", [where for where in PLANTED if where != "a token of an unknown service"])
 def test_a_short_secret_is_recognized_too(where: str) -> None:
-    assert list(secrets.literals(PLANTED[where]("abc")))
+    assert list(secrets.literal_secret_errors(PLANTED[where]("abc")))
 
 
 @given(GENERATED, st.sampled_from(sorted(PLANTED_GENERATED)))
@@ -128,7 +128,7 @@ def test_a_recipe_that_holds_one_is_refused_without_a_copy_of_it(where: str) -> 
 @pytest.mark.parametrize("where", PLANTED)
 @pytest.mark.parametrize("reference", ["$MY_SECRET", "${MY_SECRET}", "<your-secret>"])
 def test_a_placeholder_is_no_secret(where: str, reference: str) -> None:
-    assert not list(secrets.literals(PLANTED[where](reference)))
+    assert not list(secrets.literal_secret_errors(PLANTED[where](reference)))
 
 
 ORDINARY: list[Any] = [
@@ -187,7 +187,7 @@ ORDINARY: list[Any] = [
 
 @pytest.mark.parametrize("value", ORDINARY, ids=str)
 def test_ordinary_settings_are_not_refused(value: Any) -> None:
-    assert not list(secrets.literals(value))
+    assert not list(secrets.literal_secret_errors(value))
     RECIPE.but({"tracker_options": {"x:y": {"given": value}}, "trackers": ["x:y"]})
 
 
@@ -202,13 +202,13 @@ WORDS = st.text(alphabet=string.ascii_lowercase, min_size=1, max_size=12)
     )
 )
 def test_options_of_plain_words_are_not_refused(options: dict[str, Any]) -> None:
-    assert not list(secrets.literals(options))
+    assert not list(secrets.literal_secret_errors(options))
 
 
 def test_no_default_and_no_shipped_recipe_is_refused() -> None:
-    assert not list(secrets.literals(RECIPE.model_dump(mode="json")))
+    assert not list(secrets.literal_secret_errors(RECIPE.model_dump(mode="json")))
     for file in sorted((ROOT / "recipes").glob("*.py")):
-        assert not list(secrets.literals(file.read_text(), file.name))
+        assert not list(secrets.literal_secret_errors(file.read_text(), file.name))
 
 
 URL_PASSWORDS = st.text(alphabet=SAFE + "@:/?#!$%&*+-.=_~", min_size=1, max_size=40).filter(lambda text: "://" not in f"{text}/")
@@ -219,31 +219,31 @@ URL_PASSWORDS = st.text(alphabet=SAFE + "@:/?#!$%&*+-.=_~", min_size=1, max_size
 @example("p@ss/w@rd", "/path")
 def test_a_password_in_a_url_is_hidden_with_all_its_signs(password: str, after: str) -> None:
     text = f"failed: postgres://me:q{password}q@db.example{after}"
-    assert hidden(text, "[x]") == f"failed: postgres://[x]@db.example{after}"
-    assert secrets.redacted(secrets.redacted(text)) == f"failed: postgres://{secrets.HIDDEN}@db.example{after}"
+    assert hide_logins(text, "[x]") == f"failed: postgres://[x]@db.example{after}"
+    assert secrets.redact(secrets.redact(text)) == f"failed: postgres://{secrets.HIDDEN}@db.example{after}"
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
 def test_texts_without_urls_are_not_changed(text: str) -> None:
-    assert hidden(text.replace("://", ""), "[x]") == text.replace("://", "")
+    assert hide_logins(text.replace("://", ""), "[x]") == text.replace("://", "")
 
 
 @pytest.mark.parametrize(
     "text", ["://" * 100_000, "http://a:" * 50_000, "https://hooks/" + "a/" * 100_000, "Bearer " * 100_000, "@" * 300_000]
 )
 def test_hostile_texts_are_searched_in_linear_time(text: str) -> None:
-    hidden(text, "[x]")
-    list(secrets.literals({"x": text, "args": text}))
+    hide_logins(text, "[x]")
+    list(secrets.literal_secret_errors({"x": text, "args": text}))
 
 
 def test_parts_of_a_secret_that_was_read_are_hidden_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_read", set())
-    secrets.registered("postgres://me:pl%40nted-pass@h:5432/db")
-    secrets.registered("https://hooks.slack.com/services/T0/B0/a1b2c3d4e5f6a7b8c9")
+    secrets.register("postgres://me:pl%40nted-pass@h:5432/db")
+    secrets.register("https://hooks.slack.com/services/T0/B0/a1b2c3d4e5f6a7b8c9")
     for text in ("login failed with pl%40nted-pass", "login failed with pl@nted-pass", "POST /services/T0/B0/a1b2c3d4e5f6a7b8c9 404"):
-        shown = secrets.redacted(text)
+        shown = secrets.redact(text)
         assert secrets.HIDDEN in shown and "nted-pass" not in shown and "a1b2" not in shown
-    assert secrets.redacted("h:5432/db and /services/T0") == "h:5432/db and /services/T0"
+    assert secrets.redact("h:5432/db and /services/T0") == "h:5432/db and /services/T0"
 
 
 @pytest.mark.parametrize("secret", ["quo'te\"d\\back", "tab\tinside it", "pl@n/ted?x=1", "ünï-cödé"])
@@ -251,21 +251,21 @@ def test_a_secret_that_was_read_is_hidden_in_every_notation(secret: str, monkeyp
     from urllib.parse import quote
 
     monkeypatch.setattr(secrets, "_read", set())
-    secrets.registered(secret)
+    secrets.register(secret)
     for form in (secret, json.dumps(secret), repr(secret), quote(secret, safe=""), quote(secret)):
-        assert secrets.HIDDEN in secrets.redacted(f"it is {form}.")
+        assert secrets.HIDDEN in secrets.redact(f"it is {form}.")
 
 
 def test_children_get_no_value_that_holds_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_read", set())
-    secrets.registered("planted-value-7")
+    secrets.register("planted-value-7")
     held = {
         "ALERTS": "https://hooks.slack.com/services/T0/B0/abc",
         "OPTIONS": "--verbose --with planted-value-7",
         "SESSION_COOKIE": "a=b",
         "MIRROR": "https://h/simple?token=abc",
     }
-    assert secrets.without_secrets(held | {"PATH": "/bin", "INDEX": "https://h/simple"}) == {"PATH": "/bin", "INDEX": "https://h/simple"}
+    assert secrets.child_environment(held | {"PATH": "/bin", "INDEX": "https://h/simple"}) == {"PATH": "/bin", "INDEX": "https://h/simple"}
 
 
 def test_references_are_resolved_where_secrets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +279,9 @@ def test_references_are_resolved_where_secrets_are_refused(monkeypatch: pytest.M
         "a": {"db_pass": "env:MINE"},
         "note": "env:MINE",
     }
-    assert not list(secrets.literals(options))
+    assert not list(secrets.literal_secret_errors(options))
     secret = "planted-value-7"
-    assert secrets.resolved(options) == {
+    assert secrets.resolve_options(options) == {
         "openai_key": secret,
         "api_keys": [secret],
         "cookies": {"session": secret},

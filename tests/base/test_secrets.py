@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl.base import secrets, user_code
-from agentrl.base.files import is_private, make_private, write
+from agentrl.base.files import is_private, make_private, write_atomically
 from agentrl.config import MCPConfig, Recipe
 from agentrl.errors import RecipeError, UserError
 from agentrl.learner.process import LearnerProcess
-from agentrl.reward.worker import Worker
+from agentrl.reward.worker import SubprocessWorker
 from tests.serving.test_server import Small
 
 PLANTED = "pLanted7Secret/with+chars=9"
@@ -38,10 +38,10 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reference_is_read_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", PLANTED)
     (tmp_path / "token").write_text(f"{PLANTED}-2\r\n")
-    assert secrets.read("env:MINE") == PLANTED
-    assert secrets.read(f"file:{tmp_path}/token") == f"{PLANTED}-2"
+    assert secrets.read_secret("env:MINE") == PLANTED
+    assert secrets.read_secret(f"file:{tmp_path}/token") == f"{PLANTED}-2"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert secrets.read("file:~/token") == f"{PLANTED}-2"
+    assert secrets.read_secret("file:~/token") == f"{PLANTED}-2"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_reference_is_read_where_it_says(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_what_is_no_reference_is_not_repeated(reference: str) -> None:
     with pytest.raises(UserError, match="given by value") as error:
-        secrets.read(reference)
+        secrets.read_secret(reference)
     assert PLANTED not in str(error.value) and "env:NAME" in error.value.fix
 
 
@@ -63,7 +63,7 @@ def test_a_secret_that_is_not_there_is_an_error_with_its_place(tmp_path: Path, m
         *(f"file:{tmp_path}/{name}" for name in ("empty", "binary", "huge", "nul", "gone", ".")),
     ):
         with pytest.raises(UserError, match=reference.partition(":")[2].rstrip(".")) as error:
-            secrets.read(reference)
+            secrets.read_secret(reference)
         assert error.value.fix
 
 
@@ -119,15 +119,15 @@ def test_ordinary_recipes_hold_no_secret() -> None:
     }
     assert RECIPE.but(plain).tools.mcp["it"].env == {"T": "env:T", "F": "file:/t"}
     for file in sorted((Path(__file__).parents[2] / "recipes").glob("*.py")):
-        assert not list(secrets.literals(file.read_text(), file.name))
+        assert not list(secrets.literal_secret_errors(file.read_text(), file.name))
 
 
 def test_options_of_parts_get_what_they_refer_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", PLANTED)
     options = {"api_key": "env:MINE", "note": "env:MINE", "login": {"password": "env:MINE", "user": "u"}, "n": 3}
-    assert secrets.resolved(options) == {"api_key": PLANTED, "note": "env:MINE", "login": {"password": PLANTED, "user": "u"}, "n": 3}
+    assert secrets.resolve_options(options) == {"api_key": PLANTED, "note": "env:MINE", "login": {"password": PLANTED, "user": "u"}, "n": 3}
     with pytest.raises(UserError, match="the environment variable GONE holds no secret"):
-        secrets.resolved({"token": "env:GONE"})
+        secrets.resolve_options({"token": "env:GONE"})
 
 
 TEXTS = st.text(alphabet=string.printable, max_size=80)
@@ -137,9 +137,9 @@ SECRETS = st.text(alphabet=string.printable, min_size=6, max_size=60).filter(lam
 @given(secret=SECRETS, before=TEXTS, after=TEXTS, escaped=st.booleans())
 def test_a_secret_that_was_read_is_in_no_text(secret: str, before: str, after: str, escaped: bool) -> None:
     secrets._read.clear()
-    secrets.registered(secret)
+    secrets.register(secret)
     form = json.dumps(secret)[1:-1] if escaped else secret
-    shown = secrets.redacted(before + form + after)
+    shown = secrets.redact(before + form + after)
     assert secrets.HIDDEN in shown and (secret not in shown or secret in secrets.HIDDEN)
 
 
@@ -148,19 +148,19 @@ def test_passwords_in_urls_and_the_environments_keys_are_hidden(monkeypatch: pyt
     monkeypatch.setenv("SOME_API_KEY", key)
     secrets._in_environment.cache_clear()
     error = ConnectionError(f"407 from http://user:p4ss@proxy:3128/x for {key}")
-    shown = user_code.describe(error)
+    shown = user_code.describe_error(error)
     assert shown == f"ConnectionError: 407 from http://{secrets.HIDDEN}@proxy:3128/x for {secrets.HIDDEN}"
-    assert secrets.redacted("mail a@b.c, http://h/x@y, git@h:r") == "mail a@b.c, http://h/x@y, git@h:r"
+    assert secrets.redact("mail a@b.c, http://h/x@y, git@h:r") == "mail a@b.c, http://h/x@y, git@h:r"
     try:
         raise error
     except ConnectionError:
         record = logging.LogRecord("n", logging.ERROR, "f", 1, "it failed", None, sys.exc_info())
-    text = secrets.Redacting("%(message)s").format(record)
+    text = secrets.RedactingFormatter("%(message)s").format(record)
     assert "Traceback" in text and "p4ss" not in text and key not in text
 
 
 def test_children_that_need_no_secret_get_none() -> None:
-    secrets.registered("value-known")
+    secrets.register("value-known")
     held = {
         "OPENAI_API_KEY": "x",
         "HF_TOKEN": "x",
@@ -179,7 +179,7 @@ def test_children_that_need_no_secret_get_none() -> None:
         "http_proxy": "http://h:1",
         "HF_HOME": "/h",
     }
-    assert secrets.without_secrets(held | kept) == kept
+    assert secrets.child_environment(held | kept) == kept
 
 
 SERVES = """
@@ -209,7 +209,7 @@ async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch
     served = json.loads(line)
     assert served["AGENTRL_SERVER_KEY"] == server.key and "PATH" in served
     learner = LearnerProcess(tmp_path, RECIPE)._environment()
-    worker = Worker(environment_of)
+    worker = SubprocessWorker(environment_of)
     try:
         judged = worker.ask_now(None)
     finally:
@@ -230,11 +230,11 @@ def test_files_of_a_private_folder_are_private(tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("x")
     (tmp_path / "outside").chmod(0o644)
     make_private(folder)
-    write(folder / "new.json", "{}")
+    write_atomically(folder / "new.json", "{}")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
     assert modes == {"run": 0o700, "logs": 0o700, "open.log": 0o600, "new.json": 0o600, "link": 0o644}
     assert is_private(folder) and not is_private(tmp_path / "outside")
-    write(tmp_path / "key", "k", private=True)
+    write_atomically(tmp_path / "key", "k", private=True)
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
@@ -249,13 +249,13 @@ def test_the_command_line_repeats_no_secret(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--api_key", "--api-key", "--Api-Key", "--access_token", "--TOKEN"])
 def test_a_flag_is_found_however_it_is_spelled(flag: str) -> None:
-    assert list(secrets.literals({"args": [flag, "abc"]}))
-    assert list(secrets.literals({"args": [f"{flag}=abc"]}))
+    assert list(secrets.literal_secret_errors({"args": [flag, "abc"]}))
+    assert list(secrets.literal_secret_errors({"args": [f"{flag}=abc"]}))
 
 
 @pytest.mark.parametrize("name", ["PGPASSWORD", "DBPASSWORD", "DB_PASS", "API_KEYS", "SECRETS", "AZURE_STORAGE_CONNECTION_STRING"])
 def test_further_variables_are_kept_from_children(name: str) -> None:
-    assert secrets.without_secrets({name: "abcdef", "MONKEY": "a", "MAX_TOKENS": "5", "BYPASS_CACHE": "1"}) == {
+    assert secrets.child_environment({name: "abcdef", "MONKEY": "a", "MAX_TOKENS": "5", "BYPASS_CACHE": "1"}) == {
         "MONKEY": "a",
         "MAX_TOKENS": "5",
         "BYPASS_CACHE": "1",
@@ -264,5 +264,5 @@ def test_further_variables_are_kept_from_children(name: str) -> None:
 
 @pytest.mark.parametrize("key", ["passwords", "api_keys", "secrets", "secret_token", "wandb_token"])
 def test_further_keys_hold_secrets(key: str) -> None:
-    assert list(secrets.literals({key: "abc"}))
-    assert not list(secrets.literals({"eos_token": "</s>", "max_tokens": "5", "tokenizer": "abc"}))
+    assert list(secrets.literal_secret_errors({key: "abc"}))
+    assert not list(secrets.literal_secret_errors({"eos_token": "</s>", "max_tokens": "5", "tokenizer": "abc"}))

@@ -16,7 +16,7 @@ import zstandard
 from typer.testing import CliRunner
 
 from agentrl.base import untrusted_files
-from agentrl.base.database import protect, unpacked, within
+from agentrl.base.database import decompress, query_deadline, restrict_connection
 from agentrl.cli import app
 from agentrl.errors import AgentRLError
 from agentrl.experience import SqliteStore
@@ -70,7 +70,7 @@ def test_only_a_regular_file_in_its_folder_is_opened(put: Callable[[Path, Path],
     folder.mkdir()
     put(folder / "a.json", secret)
     with pytest.raises((ValueError, OSError)) as error:
-        untrusted_files.content(folder / "a.json", most=1 << 20, inside=folder)
+        untrusted_files.read_bytes(folder / "a.json", most=1 << 20, inside=folder)
     assert SECRET not in str(error.value)
 
 
@@ -79,16 +79,16 @@ def test_links_within_the_folder_and_those_that_a_person_typed_are_followed(tmp_
     (folder / "blobs").mkdir(parents=True)
     (folder / "blobs" / "1").write_bytes(b"x")
     (folder / "config.json").symlink_to("blobs/1")
-    assert untrusted_files.content(folder / "config.json", most=1, inside=folder) == b"x"
+    assert untrusted_files.read_bytes(folder / "config.json", most=1, inside=folder) == b"x"
     (tmp_path / "typed").symlink_to(secret)
-    assert SECRET.encode() in untrusted_files.content(tmp_path / "typed", most=1 << 20)
+    assert SECRET.encode() in untrusted_files.read_bytes(tmp_path / "typed", most=1 << 20)
     (folder / "out").symlink_to(secret.parent)
     with pytest.raises(ValueError, match="link to a file outside"):
-        untrusted_files.content(folder / "out" / "passwd", most=1 << 20, inside=folder)
+        untrusted_files.read_bytes(folder / "out" / "passwd", most=1 << 20, inside=folder)
     with pytest.raises(ValueError, match="larger"):
-        untrusted_files.content(folder / "config.json", most=0)
+        untrusted_files.read_bytes(folder / "config.json", most=0)
     with pytest.raises(FileNotFoundError, match="none"):
-        untrusted_files.content(folder / "none", most=1)
+        untrusted_files.read_bytes(folder / "none", most=1)
 
 
 COMMANDS = {
@@ -151,14 +151,14 @@ def test_a_body_that_unpacks_to_a_gibibyte_is_refused_in_little_memory(tmp_path:
     bomb = zstandard.ZstdCompressor(level=3).compress(b"\0" * (1 << 30))
     assert len(bomb) < 200_000
     with pytest.raises(ValueError, match="decompresses to more than"):
-        unpacked(bomb)
+        decompress(bomb)
     stream = zstandard.ZstdCompressor(level=3).compressobj()
     unsized = stream.compress(b"\0" * (1 << 28)) + stream.flush()
     with pytest.raises(ValueError):
-        unpacked(unsized)
+        decompress(unsized)
     with pytest.raises(ValueError, match="type str instead of bytes"):
-        unpacked("text")
-    assert unpacked(zstandard.ZstdCompressor().compress(b"x" * 1000)) == b"x" * 1000
+        decompress("text")
+    assert decompress(zstandard.ZstdCompressor().compress(b"x" * 1000)) == b"x" * 1000
     store = SqliteStore(tmp_path / "experience.sqlite")
     store.close()
     with closing(sqlite3.connect(tmp_path / "experience.sqlite")) as db:
@@ -208,14 +208,14 @@ def test_a_collection_that_a_stranger_wrote_is_refused_in_a_line(what: str, tmp_
 
 def test_a_query_has_a_time_and_a_connection_no_foreign_functions() -> None:
     with closing(sqlite3.connect(":memory:")) as db:
-        with pytest.raises(sqlite3.OperationalError, match=r"longer than 0\.2 s"), within(db, 0.2):
+        with pytest.raises(sqlite3.OperationalError, match=r"longer than 0\.2 s"), query_deadline(db, 0.2):
             db.execute(f"{ENDLESS} max(x) FROM c").fetchall()
         assert db.execute("SELECT 1").fetchone() == (1,), "and it can be asked again"
         db.execute("CREATE TABLE groups (x INTEGER)")
-        protect(db, ["CREATE TABLE groups (x INTEGER)"])
+        restrict_connection(db, ["CREATE TABLE groups (x INTEGER)"])
         assert db.execute("PRAGMA trusted_schema").fetchone() == (0,)
         with pytest.raises(sqlite3.DatabaseError, match="a table 'groups' that agentrl does not write"):
-            protect(db, ["CREATE TABLE other (x INTEGER)"])
+            restrict_connection(db, ["CREATE TABLE other (x INTEGER)"])
 
 
 def test_a_collection_behind_a_link_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.check.minimize import Search, below, smaller
+from agentrl.check.minimize import MinimizeSearch, fails_reliably, search_smaller_case
 from agentrl.errors import UserError
 from agentrl.failure.case import Case
 from agentrl.records import Episode, EpisodeState, ExecResult, Message, SandboxSpec, Score, Split, Task, Trajectory, Turn
@@ -65,26 +65,28 @@ class Asked:
         return [1.0 if self.passes and self.passes.pop(0) else float("57" not in "".join(task.files.values())) for _ in range(count)]
 
 
-def search(ask: Any, case: Case | None = None, budget: int = 400) -> Search:
+def search(ask: Any, case: Case | None = None, budget: int = 400) -> MinimizeSearch:
     case = case or Case(id="sum", task=TASK)
-    return Search(
+    return MinimizeSearch(
         case=case, family=Sums(), sandboxes=ScriptedSandboxes(run), ask=ask, root=Path.cwd(), threshold=1.0, repeats=6, budget=budget
     )
 
 
 async def test_a_case_becomes_as_small_as_it_can_be_and_still_be_solved() -> None:
     asked = Asked()
-    made, told = await smaller(search(asked), model="m", at="now")
+    made, told = await search_smaller_case(search(asked), model="m", at="now")
     assert made.task.files == {"a.csv": "40\n57\n"} and made.task.prompt == TASK.prompt[1:], "40 is needed for the sum to be right"
     assert made.original == TASK and made.baseline is not None and made.baseline.scores == (0.0,) * 6
     assert told.startswith("2 messages, 2 files, 5 lines -> 1 message, 1 file, 2 lines") and f"{asked.attempts} attempts" in told
-    again, _ = await smaller(search(Asked(), replace(made, task=replace(made.task, files={"a.csv": "0\n40\n57\n"}))), model="m", at="now")
+    again, _ = await search_smaller_case(
+        search(Asked(), replace(made, task=replace(made.task, files={"a.csv": "0\n40\n57\n"}))), model="m", at="now"
+    )
     assert again.original == TASK, "the first one, not the one in between"
 
 
 async def test_the_budget_holds_and_what_was_found_by_then_counts() -> None:
     asked = Asked()
-    made, _ = await smaller(search(asked, budget=30), model="m", at="now")
+    made, _ = await search_smaller_case(search(asked, budget=30), model="m", at="now")
     assert asked.attempts <= 30 and len(made.task.files) < 2
 
 
@@ -97,7 +99,7 @@ async def test_what_does_not_clearly_fail_or_is_smallest_is_refused() -> None:
         (Asked([0.0] * 12 + [1.0] * 400), None, 24, "passed when it was asked again"),
     ):
         with pytest.raises(UserError, match=said):
-            await smaller(search(ask, case, budget), model="m", at="now")
+            await search_smaller_case(search(ask, case, budget), model="m", at="now")
     turn = Turn(
         prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason=""
     )
@@ -105,7 +107,7 @@ async def test_what_does_not_clearly_fail_or_is_smallest_is_refused() -> None:
         episode_id="e", task_key=TASK.key, attempt=0, trajectories=(Trajectory(agent="main", turns=(turn,)),), prompt_ids=((),)
     )
     with pytest.raises(UserError, match="begins in the middle"):
-        await smaller(search(Asked(), Case(id="late", task=TASK, start=state)), model="m", at="now")
+        await search_smaller_case(search(Asked(), Case(id="late", task=TASK, start=state)), model="m", at="now")
 
 
 @pytest.mark.parametrize(
@@ -113,4 +115,4 @@ async def test_what_does_not_clearly_fail_or_is_smallest_is_refused() -> None:
     [([0.0] * 6, True), ([0.0] * 5 + [1.0], False), ([0.0] * 6 + [1.0], True), ([0.0] * 5 + [None], False), ([], False), ([0.9] * 6, True)],
 )
 def test_what_counts_as_failing(scores: list[float | None], found: bool) -> None:
-    assert below(scores, 1.0) is found
+    assert fails_reliably(scores, 1.0) is found

@@ -10,10 +10,10 @@ import pytest
 
 from agentrl.check.findings import Proof
 from agentrl.check.null_answers import KINDS, TASKS, prove_null_answers
-from agentrl.check.verifiers import Golden
+from agentrl.check.verifiers import GoldAttempt
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
-from agentrl.reward.group_judging import GroupScorer
+from agentrl.reward.group_judging import GroupJudgeScorer
 from rewards.exact import exact
 from rewards.form import Length
 from rewards.numeric import numeric
@@ -22,7 +22,7 @@ from rewards.tool_use import ToolUse
 from tests.judging import task
 
 
-def prove(verifier: Any, tasks: Sequence[Task], golden: dict[str, Golden] | None = None) -> Proof:
+def prove(verifier: Any, tasks: Sequence[Task], golden: dict[str, GoldAttempt] | None = None) -> Proof:
     return asyncio.run(prove_null_answers(tasks, golden or {}, TaskScorer(_verifiers={"v": verifier}), parallel=4))
 
 
@@ -129,7 +129,7 @@ class Fair(Longest):
 def test_a_judge_of_groups_puts_answers_without_work_below_the_gold_one() -> None:
     tasks = some("north", "south")
     golden = {
-        one.id: Golden(
+        one.id: GoldAttempt(
             episode=Episode(id="g", task_id=one.id, task_key=one.key, trajectories=(), answer=one.data["answer"]), score=Score(value=1.0)
         )
         for one in tasks
@@ -137,7 +137,7 @@ def test_a_judge_of_groups_puts_answers_without_work_below_the_gold_one() -> Non
 
     def proven(judge: Any) -> Proof:
         alone = TaskScorer(_verifiers={"v": exact})
-        together = GroupScorer(judge=judge, name="rank", weight=1.0, alone=alone)
+        together = GroupJudgeScorer(judge=judge, name="rank", weight=1.0, alone=alone)
         return asyncio.run(prove_null_answers(tasks, golden, alone, parallel=4, together=together))
 
     fooled = proven(Longest())
@@ -160,5 +160,5 @@ def test_files_are_filled_where_the_task_is_judged_by_them() -> None:
             return Score(value=0.0)
 
     gold = Episode(id="g", task_id="t", task_key="k", trajectories=(), outputs={"x.py": b"1", "y": b"2"})
-    assert prove(Looks(), [one], {"t": Golden(episode=gold, score=Score(value=1.0))}).ok
+    assert prove(Looks(), [one], {"t": GoldAttempt(episode=gold, score=Score(value=1.0))}).ok
     assert (None, {}) in seen and (":", {"x.py": b":", "y": b":"}) in seen

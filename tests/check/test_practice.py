@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentrl.check.practice import Made, make_practice
+from agentrl.check.practice import PracticeReport, generate_practice
 from agentrl.cli import app
 from agentrl.config import SandboxConfig
 from agentrl.failure.case import Case, Suite, save_case
-from agentrl.failure.overlap import Withheld, withheld
+from agentrl.failure.overlap import WithheldTasks, load_withheld
 from agentrl.failure.practice import load_practice
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Split, Task
@@ -46,10 +46,10 @@ class Tells(Plain):
         return f"print({task.data['answer']!r})"
 
 
-async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, count: int = 2) -> Made:
+async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, count: int = 2) -> PracticeReport:
     cases = tuple(Case(id=f"c{number}", task=task) for number, task in enumerate(tasks))
     suite = Suite(folder=Path("suite"), name="suite", cases=cases)
-    return await make_practice(suite, family, sandboxes, withheld=Withheld(cases), count=count, seed=0, root=ROOT, quiet=True)
+    return await generate_practice(suite, family, sandboxes, withheld=WithheldTasks(cases), count=count, seed=0, root=ROOT, quiet=True)
 
 
 @pytest.mark.slow
@@ -79,5 +79,5 @@ def test_the_command_writes_what_a_run_takes(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     assert said["tasks"] == 6 and said["refused"] == [] and said["cases"]["c3"] == {"alike": 1, "harder": 1, "easier": 1}
-    found = load_practice(tmp_path / "suite", withheld=withheld(["suite"], root=tmp_path))
+    found = load_practice(tmp_path / "suite", withheld=load_withheld(["suite"], root=tmp_path))
     assert [one.task.data["kind"] for one in found] == ["average"] * 3 + ["extreme"] * 3

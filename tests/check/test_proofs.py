@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from agentrl.agent.run_tools import declared, pinned
-from agentrl.check.family_source import FamilySource, sizes
+from agentrl.agent.run_tools import declared_tools, pin_tools
+from agentrl.check.family_source import FamilySource, split_sizes
 from agentrl.check.findings import Proof
 from agentrl.check.image_files import image_files
 from agentrl.check.purity import prove_purity
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
-from agentrl.check.verifiers import Golden, prove_verifiers
+from agentrl.check.verifiers import GoldAttempt, prove_verifiers
 from agentrl.cli import app
 from agentrl.config import MCPConfig, TasksConfig, ToolsConfig
 from agentrl.protocols import TaskFamily
@@ -27,8 +27,8 @@ from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.sandbox import select_backend
 from agentrl.task.folders import _GOLD
-from agentrl.task.grading import KEY, Grading, pack
-from agentrl.task.leaks import leaks, truths
+from agentrl.task.grading import GRADING_KEY, Grading, encode_files
+from agentrl.task.leaks import find_leaks, hidden_truths
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
@@ -45,13 +45,13 @@ def source(name: str) -> FamilySource:
 
 def pure(name: str, count: int = 4) -> Proof:
     one = source(name)
-    return prove_purity(one, sizes(one.open(), count))
+    return prove_purity(one, split_sizes(one.open(), count))
 
 
 def apart(name: str, monkeypatch: pytest.MonkeyPatch) -> Proof:
     monkeypatch.setattr("agentrl.check.splits.SAMPLE", 40)
     one = source(name)
-    return prove_splits(one, sizes(one.open(), 4))
+    return prove_splits(one, split_sizes(one.open(), 4))
 
 
 def failures(proof: Proof) -> list[str]:
@@ -94,7 +94,7 @@ def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
         f"if os.getpid() != {os.getpid()}:\n    raise OSError('no data here')\nclass F(Good):\n    pass\n"
     )
     one = FamilySource(tasks=TasksConfig(family=f"{tmp_path / 'fam.py'}:F"), root=ROOT)
-    (told,) = failures(prove_purity(one, sizes(one.open(), 2)))
+    (told,) = failures(prove_purity(one, split_sizes(one.open(), 2)))
     assert told.startswith("the family cannot be opened in another process: ") and "no data here" in told
 
 
@@ -148,13 +148,13 @@ GIVEN = [
 @pytest.mark.parametrize(("path", "text", "truth", "sure"), GIVEN)
 def test_a_truth_is_found_where_it_lies_and_not_by_chance(path: str, text: str, truth: str, sure: bool | None) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": truth})
-    assert [leak.sure for leak in leaks({path: text.encode()}, truths(task))] == ([] if sure is None else [sure])
+    assert [leak.sure for leak in find_leaks({path: text.encode()}, hidden_truths(task))] == ([] if sure is None else [sure])
 
 
 @given(st.binary(max_size=300), st.text(min_size=1, max_size=40), st.text(max_size=20))
 def test_searching_takes_any_file_and_any_truth(data: bytes, answer: str, name: str) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer, "deep": {"expected": [answer, 3]}})
-    assert isinstance(leaks({name or "x": data}, truths(task, answer)), list)
+    assert isinstance(find_leaks({name or "x": data}, hidden_truths(task, answer)), list)
 
 
 @given(
@@ -164,7 +164,7 @@ def test_searching_takes_any_file_and_any_truth(data: bytes, answer: str, name: 
 def test_a_long_truth_in_a_file_is_always_found(answer: str, around: str) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer})
     for text in (f"{around}{answer}{around}", f"{around}\nanswer: {answer}\n"):
-        assert answer in {leak.truth.text for leak in leaks({"f": text.encode("utf-8", "replace")}, truths(task))}
+        assert answer in {leak.truth.text for leak in find_leaks({"f": text.encode("utf-8", "replace")}, hidden_truths(task))}
 
 
 def test_what_counts_as_truth() -> None:
@@ -172,7 +172,7 @@ def test_what_counts_as_truth() -> None:
         Good().task(Split.TRAIN, 0),
         data={"kind": "sum", "level": "ERROR", "answer": 4, "meta": {"expected_rows": ["a", "north-east"]}, "flag": True},
     )
-    found = {truth.text: truth.origin for truth in truths(task, " 17 \n")}
+    found = {truth.text: truth.origin for truth in hidden_truths(task, " 17 \n")}
     assert found == {"4": "data.answer", "17": "the gold solution's output", '["a", "north-east"]': "data.meta", "north-east": "data.meta"}
 
 
@@ -182,10 +182,10 @@ def test_hidden_tests_and_solutions_are_recognised() -> None:
         "log.txt": b"input that is given as well" * 3,
     }
     solve = b"import sys\nprint('zoe', 'xaver', 'vera', file=sys.stdout)\n"
-    gold = _GOLD.format(files=pack({"solve.py": solve}), argv=["python3", "/tmp/solution/solve.py"])
-    grading = Grading(mode="judge", tests=pack(tests), runs=({"name": "one", "argv": ["true"]},), gold=gold)  # type: ignore[arg-type]
-    task = replace(Good().task(Split.TRAIN, 0), data={KEY: grading.model_dump(mode="json")}, outputs=("a.py",))
-    wanted = truths(task)
+    gold = _GOLD.format(files=encode_files({"solve.py": solve}), argv=["python3", "/tmp/solution/solve.py"])
+    grading = Grading(mode="judge", tests=encode_files(tests), runs=({"name": "one", "argv": ["true"]},), gold=gold)  # type: ignore[arg-type]
+    task = replace(Good().task(Split.TRAIN, 0), data={GRADING_KEY: grading.model_dump(mode="json")}, outputs=("a.py",))
+    wanted = hidden_truths(task)
     given = {
         "log.txt": tests["log.txt"],
         ".old/solve.py": b"# mine\n" + solve,
@@ -194,7 +194,7 @@ def test_hidden_tests_and_solutions_are_recognised() -> None:
         "same.txt": b"zoe xaver vera\n",
         "expected.txt": b"zoe xaver vera\n",
     }
-    found = {(leak.path, leak.truth.origin, leak.sure) for leak in leaks(given, wanted)}
+    found = {(leak.path, leak.truth.origin, leak.sure) for leak in find_leaks(given, wanted)}
     assert found == {
         (".old/solve.py", "solution/solve.py", True),
         ("t.py", "tests/test_it.py", True),
@@ -211,7 +211,7 @@ async def scored(name: str) -> Proof:
     golden = {}
     for task in tasks:
         episode = Episode(id="g", task_id=task.id, task_key=task.key, trajectories=(), answer=task.data["answer"])
-        golden[task.id] = Golden(episode=episode, score=await scorer(task, episode))
+        golden[task.id] = GoldAttempt(episode=episode, score=await scorer(task, episode))
     return await prove_verifiers(tasks, golden, scorer, parallel=4)
 
 
@@ -340,7 +340,7 @@ async def test_servers_of_a_recipe_are_proven_and_what_is_outside_is_never_calle
     config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"), start_timeout_s=60.0)
     mine = sample_task(tools=("mcp:it", "submit"))
     backend = ScriptedSandboxes(printing(""))
-    tools = await pinned(declared(ToolsConfig(mcp={"it": config}), tmp_path), [mine], backend)
+    tools = await pin_tools(declared_tools(ToolsConfig(mcp={"it": config}), tmp_path), [mine], backend)
     proof = await prove_tools([mine], backend, tools)
     assert (proof.findings, proof.looked_at) == ((), "1 tool: mcp:it"), "a call would have ended it"
     (missing,) = (await prove_tools([mine], backend)).findings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.check.check import CheckReport, render
-from agentrl.check.separation import WAYS, prove_separation
+from agentrl.check.separation import SHARED_SANDBOX_RISKS, prove_separation
 from agentrl.records import Split
 from agentrl.task import TaskFolders
 from tests.judging import task
@@ -28,7 +28,7 @@ def test_the_shipped_family_says_which_tasks_are_unsafe_to_train_on() -> None:
     assert "UNSAFE  code under test runs apart from its tests" in shown and "unsafe: not for training: mode pytest of " in shown
 
 
-@pytest.mark.parametrize("mode", ["judge", *WAYS])
+@pytest.mark.parametrize("mode", ["judge", *SHARED_SANDBOX_RISKS])
 def test_every_mode_but_judge_is_unsafe(mode: str) -> None:
     tests = {"test.sh": "ZXhpdCAw"} if mode in ("shell", "harbor") else {"test_a.py": "ZGVmIHRlc3RfYSgpOiBwYXNz"}
     one = replace(task(), data={"grading": {"mode": mode, "tests": tests}})

@@ -17,8 +17,8 @@ from agentrl.errors import UserError
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
-from agentrl.failure.listing import Row, Wanted
-from agentrl.failure.trace import Spoken, Tag, Trace, Why
+from agentrl.failure.listing import TraceFilter, TraceRow
+from agentrl.failure.trace import CaptureReason, ImportedMessage, Tag, Trace
 from agentrl.records import Group, Message, Score, ToolCall
 from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn
 
@@ -73,7 +73,7 @@ def test_a_list_that_is_cut_says_so(run: Path) -> None:
 def test_a_list_reads_no_more_than_it_shows(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, bounds = Collection.rows, list[int]()
 
-    def bounded(self: Collection, wanted: Wanted | None = None, *, most: int = -1, newest: bool = False) -> list[Row]:
+    def bounded(self: Collection, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
         bounds.append(most)
         return rows(self, wanted, most=most, newest=newest)
 
@@ -187,9 +187,12 @@ def hostile() -> list[Trace]:
     return [
         replace(whole, score=score, tags=tags, phase=HOSTILE, origin={HOSTILE: HOSTILE}, missing=(HOSTILE,) * 99),
         replace(heard(*words * 60), id="b", phase=HOSTILE),
-        Trace(id="c", why=Why.IMPORTED, phase="imported"),
+        Trace(id="c", why=CaptureReason.IMPORTED, phase="imported"),
         Trace(
-            id="d", why=Why.IMPORTED, spoken=(Spoken(message=Message(role="", content=""), agent=HOSTILE),), tools=({}, {"name": 3}, nasty)
+            id="d",
+            why=CaptureReason.IMPORTED,
+            spoken=(ImportedMessage(message=Message(role="", content=""), agent=HOSTILE),),
+            tools=({}, {"name": 3}, nasty),
         ),
         trace(name="e"),
     ]

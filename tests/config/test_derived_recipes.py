@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.base.validation import describe
+from agentrl.base.validation import validation_text
 from agentrl.cli.project import init_project
 from agentrl.cli.recipes import load_recipe
 from agentrl.config import CriticConfig, LearnerConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides
@@ -76,7 +76,7 @@ def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant(
     with pytest.raises(ValidationError) as error:
         Recipe(name="x", stesp=3, seed=-1, policy={"modle": "m"}, tasks=TasksConfig(family="f:F"))  # type: ignore[call-arg, arg-type]
     assert "unknown key; did you mean steps? known here: capture, critic, " in str(error.value)
-    told = describe(error.value).splitlines()
+    told = validation_text(error.value).splitlines()
     assert told[:3] == [
         "seed: Input should be greater than or equal to 0 (got -1)",
         "policy.model: Field required",
@@ -86,7 +86,7 @@ def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant(
     assert told[3].startswith("stesp: unknown key; did you mean steps? known here: capture, critic, ") and len(told) == 4
     with pytest.raises(ValidationError) as error:
         LearnerConfig(lrr=3)  # type: ignore[call-arg]
-    assert describe(error.value).startswith("LearnerConfig.lrr: unknown key; did you mean lr? known here: full_every, ")
+    assert validation_text(error.value).startswith("LearnerConfig.lrr: unknown key; did you mean lr? known here: full_every, ")
 
 
 @settings(max_examples=40)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
-from agentrl.config.section import meanings
+from agentrl.config.section import key_docs
 from agentrl.errors import RecipeError
 
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
@@ -101,7 +101,7 @@ def test_every_key_of_a_recipe_is_documented() -> None:
     obvious |= {"request_timeout_s", "temperature", "clip_low"}
     undocumented = []
     for section in [Recipe, *(f.annotation for f in Recipe.model_fields.values())]:
-        told = meanings(section) if hasattr(section, "model_fields") else {}
+        told = key_docs(section) if hasattr(section, "model_fields") else {}
         for key, field in getattr(section, "model_fields", {}).items():
             is_section = hasattr(field.annotation, "model_fields")
             if not is_section and key not in told and key not in obvious:

@@ -12,25 +12,25 @@ import pytest
 
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import find_policy
-from agentrl.evaluation.regressions import Evaluated, evaluate, prepared
-from agentrl.evaluation.request_options import Requests
+from agentrl.evaluation.regressions import SuiteEvaluation, evaluate_suites, prepare_evaluation
+from agentrl.evaluation.request_options import RequestOptions
 from agentrl.failure.case import Suite
 from agentrl.judge import Endpoint
-from agentrl.testing import ChatServer, Says
+from agentrl.testing import ChatServer, ScriptedAnswer
 from tests.evaluation.suite_parts import HERE, make_case, make_suite
 
 QUICK = (f"sandbox.backend={HERE}:backend", "rollout.max_retries=0", "serving.request_timeout_s=2", "serving.startup_timeout_s=2")
-Script = Callable[[dict[str, Any], int], Says]
+Script = Callable[[dict[str, Any], int], ScriptedAnswer]
 
 
-def says(content: str | None = None, *calls: tuple[str, str], finish: str = "stop", usage: tuple[int, int] = (50, 7)) -> Says:
+def says(content: str | None = None, *calls: tuple[str, str], finish: str = "stop", usage: tuple[int, int] = (50, 7)) -> ScriptedAnswer:
     made = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": text}} for n, (name, text) in enumerate(calls)]
     message = {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
     body = {
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]},
     }
-    return Says(raw=json.dumps(body).encode())
+    return ScriptedAnswer(raw=json.dumps(body).encode())
 
 
 SUBMIT = says(None, ("submit", '{"answer": "pass"}'))
@@ -42,11 +42,11 @@ def suite(tmp_path: Path) -> Suite:
     return make_suite(tmp_path / "s", make_case("good"))
 
 
-async def asked(suite: Suite, server: ChatServer, *, key_env: str = "", limits: dict[str, Any] | None = None) -> Evaluated:
+async def asked(suite: Suite, server: ChatServer, *, key_env: str = "", limits: dict[str, Any] | None = None) -> SuiteEvaluation:
     cases = [replace(case, task=replace(case.task, limits=replace(case.task.limits, **(limits or {})))) for case in suite.cases]
     policy = find_policy(server.url, model_name="theirs", key_env=key_env)
-    with prepared(policy, [replace(suite, cases=tuple(cases))], overrides=QUICK) as given:
-        (done,) = await evaluate(given, console=False)
+    with prepare_evaluation(policy, [replace(suite, cases=tuple(cases))], overrides=QUICK) as given:
+        (done,) = await evaluate_suites(given, console=False)
     return done
 
 
@@ -71,8 +71,11 @@ async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite
 
 async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> None:
     words = ('rollout.instructions="Look first."', 'tools.words={"submit": {"description": "Hand in."}}')
-    with ChatServer([SUBMIT]) as server, prepared(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *words)) as given:
-        (done,) = await evaluate(given, console=False)
+    with (
+        ChatServer([SUBMIT]) as server,
+        prepare_evaluation(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *words)) as given,
+    ):
+        (done,) = await evaluate_suites(given, console=False)
     (body,) = (one["body"] for one in server.requests)
     assert (body["messages"][0]["role"], body["messages"][0]["content"]) == ("system", "Look first.")
     assert [tool["function"]["description"] for tool in body["tools"] if tool["function"]["name"] == "submit"] == ["Hand in."]
@@ -81,13 +84,13 @@ async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> No
 
 async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", "k-456-very-secret")
-    requests = Requests.of(
+    requests = RequestOptions.of(
         ["reasoning_effort=low", "temperature=null", 'extra={"a": [1]}'], ["api-key=env:THEIR_KEY"], "max_completion_tokens"
     )
     with ChatServer([SUBMIT]) as server:
         policy = find_policy(server.url, model_name="m", requests=requests)
-        with prepared(policy, [suite], overrides=QUICK) as given:
-            (done,) = await evaluate(given, console=False)
+        with prepare_evaluation(policy, [suite], overrides=QUICK) as given:
+            (done,) = await evaluate_suites(given, console=False)
         plain = find_policy(server.url, model_name="m")
     (one,) = server.requests
     assert one["headers"]["api-key"] == "k-456-very-secret" and (one["body"]["reasoning_effort"], one["body"]["extra"]) == (
@@ -115,9 +118,9 @@ async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: 
 )
 def test_requests_that_are_said_elsewhere_or_not_at_all_are_refused(requested: list[str], headers: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        Requests.of(requested, headers, "")
+        RequestOptions.of(requested, headers, "")
     with pytest.raises(UserError, match="are for an endpoint"):
-        find_policy("runs/x@1", requests=Requests.of(["a=1"], [], ""))
+        find_policy("runs/x@1", requests=RequestOptions.of(["a=1"], [], ""))
 
 
 @pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
@@ -136,7 +139,7 @@ def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, st
         (says(None, ("nothing_of_that_name", "{}")), {"turns": 3}, "turn_limit"),
     ],
 )
-async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: Says, limits: dict[str, Any], ended: str) -> None:
+async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server, limits=limits)
     assert (done.outcomes[0].verdict, done.results.attempts[0].ended) == ("failed", ended)
@@ -145,17 +148,17 @@ async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: Says, l
 @pytest.mark.parametrize(
     "answer",
     [
-        Says(raw=b"{}"),
-        Says(raw=b"[" * 100_000),
-        Says(raw=b'{"choices": [{"message": {"content": 3}}]}'),
-        Says(raw=b'{"choices": [{"message": {"content": "' + b"x" * (2 << 20)),
-        Says(status=401, raw=b"no"),
-        Says(status=307, headers={"location": "http://127.0.0.1:1/"}),
-        Says(breaks_off=True),
-        Says(hangs=True),
+        ScriptedAnswer(raw=b"{}"),
+        ScriptedAnswer(raw=b"[" * 100_000),
+        ScriptedAnswer(raw=b'{"choices": [{"message": {"content": 3}}]}'),
+        ScriptedAnswer(raw=b'{"choices": [{"message": {"content": "' + b"x" * (2 << 20)),
+        ScriptedAnswer(status=401, raw=b"no"),
+        ScriptedAnswer(status=307, headers={"location": "http://127.0.0.1:1/"}),
+        ScriptedAnswer(breaks_off=True),
+        ScriptedAnswer(hangs=True),
     ],
 )
-async def test_what_the_server_does_wrong_is_never_a_score(suite: Suite, answer: Says) -> None:
+async def test_what_the_server_does_wrong_is_never_a_score(suite: Suite, answer: ScriptedAnswer) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server)
     assert (done.outcomes[0].verdict, done.outcomes[0].scores) == ("unscored", (None,))
@@ -174,7 +177,7 @@ async def test_calls_that_are_none_are_answered_with_what_is_wrong(suite: Suite)
         "content": None,
         "tool_calls": [None, {"id": "x" * 999, "function": {"name": "python", "arguments": {"code": "1"}}}, {"id": 3}],
     }
-    odd = Says(raw=json.dumps({"choices": [{"message": message}]}).encode())
+    odd = ScriptedAnswer(raw=json.dumps({"choices": [{"message": message}]}).encode())
     with ChatServer([odd, SUBMIT]) as server:
         done = await asked(suite, server)
     assert done.outcomes[0].verdict == "passed"
@@ -185,11 +188,11 @@ async def test_calls_that_are_none_are_answered_with_what_is_wrong(suite: Suite)
 
 async def test_a_server_that_refuses_what_the_model_said_leaves_it_scored(suite: Suite) -> None:
     """The first request is taken, and the one that holds the model's own words is not: the model's fault, and not of the machine."""
-    with ChatServer([says("x", ("python", '{"code": "print(97)"}')), Says(text="", status=400)]) as server:
+    with ChatServer([says("x", ("python", '{"code": "print(97)"}')), ScriptedAnswer(text="", status=400)]) as server:
         done = await asked(suite, server)
     (outcome,) = done.outcomes
     assert (outcome.verdict, outcome.scores) == ("failed", (0.0,))
-    with ChatServer([Says(text="", status=400)]) as server:
+    with ChatServer([ScriptedAnswer(text="", status=400)]) as server:
         done = await asked(replace(suite, folder=suite.folder), server)
     assert done.outcomes[0].scores == (None,), "nothing was said yet"
 

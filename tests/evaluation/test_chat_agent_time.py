@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.evaluation.chat_agent import Answer, ChatAgent, NoTokens
+from agentrl.evaluation.chat_agent import ChatAgent, ChatAnswer, NoPolicy
 from agentrl.records import Episode, Limits
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
@@ -29,17 +29,17 @@ class Endpoint:
     def __init__(self, stalls: float) -> None:
         self.stalls = stalls
 
-    async def ask(self, messages: Sequence[Mapping[str, Any]], *, more: Mapping[str, Any]) -> Answer:
+    async def ask(self, messages: Sequence[Mapping[str, Any]], *, more: Mapping[str, Any]) -> ChatAnswer:
         now, first = asyncio.get_running_loop().time(), asyncio.get_running_loop().time() < 10.0
         tokens = min(40, more["max_tokens"]) if first else more["max_tokens"]
         await asyncio.sleep(10**6 if now >= self.stalls else tokens / 20.0)
-        return Answer(text="x" * tokens, prompt_tokens=5, completion_tokens=tokens, cut=not first)
+        return ChatAnswer(text="x" * tokens, prompt_tokens=5, completion_tokens=tokens, cut=not first)
 
 
 async def played(endpoint: Any) -> list[Episode]:
     runner = EpisodeRunner(
         agent=ChatAgent(endpoint=endpoint),
-        policy=NoTokens(),
+        policy=NoPolicy(),
         sandboxes=ScriptedSandboxes(printing("")),
         sampling=Sampling(),
         max_model_len=10**6,

@@ -80,7 +80,7 @@ def test_a_scripted_policy_is_tried_on_a_recipes_own_tasks(project: Path) -> Non
     told = json.loads(printed.splitlines()[-1])
     assert [one["case"] for one in told["cases"]] == ["heldout-0000", "heldout-0001", "heldout-0002", "heldout_real-0000"]
     assert told["suites"][0]["figures"]["pass_at_1"] == 1.0 and told["passed"]
-    found = results.load(project / "r" / "suite")
+    found = results.load_results(project / "r" / "suite")
     assert (found.about.suite, found.about.recipe, found.about.cases) == ("own", "own", 4)
     assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called, and knew its task"
 

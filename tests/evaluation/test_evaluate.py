@@ -9,7 +9,7 @@ import pytest
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import EvalConfig
 from agentrl.errors import RecipeError, UserError
-from agentrl.evaluation.evaluate import evaluate
+from agentrl.evaluation.evaluate import evaluate_split
 from agentrl.observe.rundata import read_run
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
 from agentrl.records.sampling import Sampling
@@ -68,19 +68,19 @@ def runner(policy: ScriptedPolicy | None = None) -> GroupRunner:
 
 
 async def test_a_score_that_is_not_finite_counts_in_no_rate() -> None:
-    done = await evaluate(runner(), Family("1", "inf", "0", "-inf"), Split.HELDOUT, 4, phase="before", step=0)
+    done = await evaluate_split(runner(), Family("1", "inf", "0", "-inf"), Split.HELDOUT, 4, phase="before", step=0)
     assert done.rate is not None
     assert (done.rate.value, done.rate.n, done.left_out) == (0.5, 2, 2) and len(done.transcripts) == 4
 
 
 async def test_an_evaluation_without_a_finite_score_has_no_rate() -> None:
-    done = await evaluate(runner(), Family("inf", "inf"), Split.HELDOUT, 2, phase="before", step=0)
+    done = await evaluate_split(runner(), Family("inf", "inf"), Split.HELDOUT, 2, phase="before", step=0)
     assert done.rate is None and done.left_out == 2
 
 
 async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
     family = Family("1 0 0 0", "1 1 inf 1", "0 0 0 0")
-    done = await evaluate(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
+    done = await evaluate_split(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
     assert done.rate is not None
     assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.left_out) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
     assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 is of the tasks with four scores"
@@ -102,8 +102,8 @@ async def test_success_against_thinking_is_measured_written_and_drawn(tmp_path: 
     play = runner(policy)
     family, chat = Family("0", "0"), ChatFormat(tokenizer)
     object.__setattr__(play, "score", solved_when_thought_out)
-    free = await evaluate(play, family, Split.HELDOUT, 2, phase="eval", step=0, attempts=2)
-    cut = await evaluate(play, family, Split.HELDOUT, 2, phase="eval_think20", step=0, attempts=2, thinking_tokens=20)
+    free = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval", step=0, attempts=2)
+    cut = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval_think20", step=0, attempts=2, thinking_tokens=20)
     assert free.rate is not None and cut.rate is not None and (free.rate.value, cut.rate.value) == (1.0, 0.0)
     assert cut.tokens_mean == 20 + len("4") + 1, "the mark is nobody's token"
     measure.save_evaluation(tmp_path, "eval", {Split.HELDOUT: free}, {Split.HELDOUT: {20: cut}})

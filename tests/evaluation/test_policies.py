@@ -16,7 +16,7 @@ from agentrl.errors import UserError
 from agentrl.evaluation import results
 from agentrl.evaluation.policies import find_policy, recipe_for
 from agentrl.records.sampling import Sampling
-from agentrl.session.models import SAMPLING, export_model
+from agentrl.session.models import SAMPLING_FILE, export_model
 from tests.evaluation.suite_parts import make_case, make_suite
 
 
@@ -40,7 +40,7 @@ def test_the_exported_model_carries_its_sampling_wherever_it_is_moved(tmp_path: 
     moved = (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
     assert asked(moved, tmp_path) == Sampling(temperature=0.0)
     assert asked(moved, tmp_path, "evaluation.temperature=0.5").temperature == 0.5, "what a person says counts"
-    assert json.loads((base / SAMPLING).read_text()) == {"temperature": 1.0}, "the version is as it was"
+    assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is as it was"
     (moved / "config.json").unlink()
 
 
@@ -68,12 +68,14 @@ def test_a_record_that_says_nothing_is_refused(text: str, tmp_path: Path) -> Non
 def test_across_two_ways_of_sampling_there_is_no_verdict_unless_forced(tmp_path: Path) -> None:
     def evaluated(name: str, score: float, **sampling: Any) -> str:
         settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "supports": False} | sampling
-        about = results.About(
+        about = results.EvaluationInfo(
             suite="s", suite_sha256="a", cases=40, repeats=1, model="m", version=0, sha256=name, recipe="r", recipe_sha256="",
             sampling=settings, seed=0, threshold=1.0, agentrl="0", at="2026-11-25T00:00:00+00:00",
         )  # fmt: skip
-        one = results.Attempt(case="c", task_key="k", number=0, episode="e", score=score)
-        results.save(tmp_path / name, results.Results(about=about, attempts=tuple(replace(one, case=f"c{n}") for n in range(40))), [])
+        one = results.CaseAttempt(case="c", task_key="k", number=0, episode="e", score=score)
+        results.save_results(
+            tmp_path / name, results.SuiteResults(about=about, attempts=tuple(replace(one, case=f"c{n}") for n in range(40))), []
+        )
         return str(tmp_path / name)
 
     def told(*arguments: str) -> tuple[str, Any]:

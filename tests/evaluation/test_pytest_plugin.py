@@ -54,8 +54,8 @@ def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
     assert "no judge" in said and "pytest_cases.py" not in said, "our own frames tell nobody anything"
     assert "\x1b[31m" not in said and "\u202e" not in said
     assert "agentrl: one: 2 of 4 cases passed" in out
-    assert results.load(project / "r" / "suites" / "one").scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
-    assert results.load(project / "r" / "suites" / "two").scores() == {"good_too": [1.0]}, "what is deselected is not asked"
+    assert results.load_results(project / "r" / "suites" / "one").scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
+    assert results.load_results(project / "r" / "suites" / "two").scores() == {"good_too": [1.0]}, "what is deselected is not asked"
 
 
 @pytest.mark.slow

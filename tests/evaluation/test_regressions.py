@@ -19,14 +19,14 @@ from agentrl.cli import app
 from agentrl.config import load
 from agentrl.errors import PluginError, UserError
 from agentrl.evaluation import regressions, results
-from agentrl.evaluation.junit import clean
-from agentrl.evaluation.outcomes import Verdict, judged
-from agentrl.evaluation.policies import NamedPolicy, Source, find_policy, make_part, recipe_for, root_of
-from agentrl.evaluation.suites import version_in
+from agentrl.evaluation.junit import xml_text
+from agentrl.evaluation.outcomes import CaseStatus, case_status
+from agentrl.evaluation.policies import NamedPolicy, PolicySource, find_policy, load_policy_plugin, project_of, recipe_for
+from agentrl.evaluation.suites import version_number
 from agentrl.failure.case import Baseline, load_suite, save_case
 from agentrl.reward import TaskScorer
-from agentrl.session.folder import Start
-from agentrl.session.preflight import Checked
+from agentrl.session.folder import RunStart
+from agentrl.session.preflight import PreflightResult
 from agentrl.testing import ScriptedPolicy, byte_tokenizer
 from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
 from tests.gate import test_judgement
@@ -86,9 +86,9 @@ def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> No
     assert "agentrl failures show" in words and "What is case bad?" in words and "no judge" in words
     assert not any(c in words for c in "\x1b\x00\u202e\ufffe")
 
-    kept = results.load(project / "r" / "suites" / "one")
+    kept = results.load_results(project / "r" / "suites" / "one")
     assert len(kept.attempts) == 10 and kept.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
-    assert results.load(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
+    assert results.load_results(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
     assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder says how it was made"
     assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases stay as they are"
 
@@ -134,8 +134,8 @@ def test_code_that_raises_what_would_end_the_program_costs_its_own_case_and_is_n
     assert "SystemExit: 0" in said["exits"], said
 
 
-def _attempts(run: Path) -> list[results.Attempt]:
-    return sorted(results.load(run / "suite").attempts, key=lambda one: one.case)
+def _attempts(run: Path) -> list[results.CaseAttempt]:
+    return sorted(results.load_results(run / "suite").attempts, key=lambda one: one.case)
 
 
 def test_what_cannot_be_used_is_told_before_anything_is_asked(project: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_pin_keeps_what_was_changed_meanwhile(project: Path) -> None:
     save_case(suite.folder, replace(good, note="edited"))
     save_case(suite.folder, replace(other, task=replace(other.task, data={"answer": "x"})))
     (suite.folder / "cases" / "bad.json").unlink()
-    assert regressions.pin([given]) == 1
+    assert regressions.pin_baselines([given]) == 1
     now = {case.id: case for case in load_suite(suite.folder).cases}
     assert sorted(now) == ["flaky", "good"] and now["good"].note == "edited"
     assert now["good"].baseline is not None and now["flaky"].baseline is None
@@ -166,25 +166,25 @@ def test_a_pin_keeps_what_was_changed_meanwhile(project: Path) -> None:
 @pytest.mark.parametrize(
     ("scores", "threshold", "verdict"),
     [
-        ((1.0, 1.0), 1.0, Verdict.PASSED),
-        ((0.1,) * 10, 0.1, Verdict.PASSED),  # the mean of floats is no reason to fail
-        ((1.0, None), 1.0, Verdict.UNSCORED),  # what is missing may be a failure
-        ((0.0, None), 1.0, Verdict.FAILED),
-        ((None,), 0.0, Verdict.UNSCORED),
-        ((), 0.0, Verdict.UNSCORED),
+        ((1.0, 1.0), 1.0, CaseStatus.PASSED),
+        ((0.1,) * 10, 0.1, CaseStatus.PASSED),  # the mean of floats is no reason to fail
+        ((1.0, None), 1.0, CaseStatus.UNSCORED),  # what is missing may be a failure
+        ((0.0, None), 1.0, CaseStatus.FAILED),
+        ((None,), 0.0, CaseStatus.UNSCORED),
+        ((), 0.0, CaseStatus.UNSCORED),
     ],
 )
-def test_a_fault_is_never_a_score(scores: tuple[float | None, ...], threshold: float, verdict: Verdict) -> None:
-    assert judged(scores, threshold) is verdict
+def test_a_fault_is_never_a_score(scores: tuple[float | None, ...], threshold: float, verdict: CaseStatus) -> None:
+    assert case_status(scores, threshold) is verdict
 
 
 def test_text_that_xml_cannot_hold_is_replaced_and_nothing_else() -> None:
     every = "".join(chr(code) for code in range(0x3000)) + "\ud800\udfff\ufffe\uffff\U0001f600"
-    element = xml.Element("a", b=clean(every))
-    element.text = clean(every)
+    element = xml.Element("a", b=xml_text(every))
+    element.text = xml_text(every)
     back = xml.fromstring(xml.tostring(element))
-    assert back.text == clean(every)
-    assert clean("a\tb\nc é 漢 😀 <&>") == "a\tb\nc é 漢 😀 <&>"
+    assert back.text == xml_text(every)
+    assert xml_text("a\tb\nc é 漢 😀 <&>") == "a\tb\nc é 漢 😀 <&>"
 
 
 @pytest.mark.usefixtures("scripted")
@@ -192,7 +192,7 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
     """The server is scripted; what `agentrl eval` opens around it is the run's own."""
     run = await test_judgement.opened(project / "r")
     run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
-    script = make_part(find_policy(POLICY)).script
+    script = load_policy_plugin(find_policy(POLICY)).script
     watched: list[str] = []
 
     @asynccontextmanager
@@ -203,29 +203,29 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
         watched.append("begun")
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(regressions, "opened", opened)
+    monkeypatch.setattr(regressions, "open_run", opened)
     monkeypatch.setattr(run.served, "watch", watch)
-    found: list[regressions.Evaluated] = []
+    found: list[regressions.SuiteEvaluation] = []
     for version in (0, 1):
         policy = ScriptedPolicy(tokenizer, script, version=version)
         run.groups = replace(run.groups, runner=replace(run.groups.runner, policy=policy))
-        given = regressions.Prepared(
-            policy=NamedPolicy(source=Source.VERSION, name="runs/x@12", model="/home/me/runs/x/versions/000012"),
+        given = regressions.PreparedEvaluation(
+            policy=NamedPolicy(source=PolicySource.VERSION, name="runs/x@12", model="/home/me/runs/x/versions/000012"),
             suites=(make_suite(project / f"s{version}", make_case("good"), make_case("bad")),),
             recipe=test_judgement.RECIPE,
             root=project,
-            start=Start(recipe=Path("s"), folder=project / "r", overrides=()),
+            start=RunStart(recipe=Path("s"), folder=project / "r", overrides=()),
             repeats=None,
             threshold=1.0,
-            checked=cast(Checked, object()),
+            checked=cast(PreflightResult, object()),
             scorer=TaskScorer(),
         )
-        found += await regressions.evaluate(given, console=False)
+        found += await regressions.evaluate_suites(given, console=False)
     right, another = ({one.case.id: one for one in each.outcomes} for each in found)
     assert (right["good"].verdict, right["bad"].verdict) == ("passed", "failed") and watched == ["begun", "begun"]
     about = found[0].results.about
     assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
-    assert regressions.pin(found[:1]) == 2
+    assert regressions.pin_baselines(found[:1]) == 2
     pinned = load_suite(found[0].suite.folder).cases[0].baseline
     assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "no folder of this machine"
     assert {one.verdict for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
@@ -247,12 +247,12 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
     whole["gate"], whole["name"] = {"suite": "s"}, "theirs"
     (run / "recipe.json").write_text(json.dumps(whole))
     found = find_policy("runs/x@12")
-    assert (found.source, found.model, found.served, found.version) == (Source.VERSION, str(model.resolve()), True, 12)
-    assert find_policy(str(model)).version == 0 and (version_in(str(model)), version_in("some/model")) == (12, 0)
+    assert (found.source, found.model, found.served, found.version) == (PolicySource.VERSION, str(model.resolve()), True, 12)
+    assert find_policy(str(model)).version == 0 and (version_number(str(model)), version_number("some/model")) == (12, 0)
     recipe = recipe_for(found, [suite])
     assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.temperature) == (333, None, 0.5)
     assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", ("terminal",))
-    assert root_of([suite]) == project
+    assert project_of([suite]) == project
 
 
 @pytest.mark.parametrize(
@@ -286,4 +286,4 @@ def test_wrong_use_says_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_reference_that_makes_no_policy_is_told() -> None:
     with pytest.raises(PluginError, match="generate"):
-        make_part(find_policy(f"{HERE}:no_policy"))
+        load_policy_plugin(find_policy(f"{HERE}:no_policy"))

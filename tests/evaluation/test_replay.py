@@ -103,7 +103,7 @@ def test_a_case_begins_at_the_failing_turn_and_samples_only_from_there(run: Path
     refused, out = agentrl("eval", "late", "--policy", f"{HERE}:better", BACKEND, "--run-dir", "again")
     assert refused == "", out
     assert Path("asked.jsonl").read_text().split() == ["2", "2"], "nothing before it is sampled, also when the server failed"
-    (attempt,) = results.load(tmp_path / "again" / "suite").attempts
+    (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert (attempt.score, attempt.turns, attempt.task_key) == (1.0, 1, case.key) and attempt.tokens < 100
 
     assert "its task is that of case" in promote(3)[1]
@@ -117,7 +117,7 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
     assert code == 2 and not Path("asked.jsonl").exists()
     (case,) = load_suite(tmp_path / "late").cases
     chat = replay.ChatFormat(better().tokenizer)
-    replay.check_starts([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
+    replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
     assert case.start is not None
     line = case.start.trajectories[0]
     first = line.turns[0]
@@ -126,10 +126,10 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
         changed = replace(case.start, trajectories=(replace(line, turns=(other, *line.turns[1:])),))
         save_case(tmp_path / "late", replace(case, start=changed))
         with pytest.raises(UserError, match="another tokenizer, template or wording"):
-            replay.check_starts([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
+            replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
     save_case(tmp_path / "late", case)
     with pytest.raises(UserError, match="another tokenizer, template or wording"):
-        replay.check_starts([load_suite(tmp_path / "late")], chat, None, RolloutConfig(instructions="Look first."))
+        replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig(instructions="Look first."))
     endpoint = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
     assert "takes only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
 
@@ -142,9 +142,9 @@ def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_p
     assert not (tmp_path / "late").exists(), "nothing is written"
     trace = trace_of(run)
     with pytest.raises(UserError, match="no exact tokens"):
-        replay.turn_of(replace(trace, task=None, episode=None), "1")
+        replay.start_turn(replace(trace, task=None, episode=None), "1")
     with pytest.raises(UserError, match="names no turn"):
-        replay.turn_of(replace(trace, tags=()), "failing")
+        replay.start_turn(replace(trace, tags=()), "failing")
 
 
 def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Pa
     assert first.tool_results[0].output == "a" and "may be called 1 times" in second.tool_results[0].output
 
     refused, out = agentrl("eval", "late", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "again")
-    (attempt,) = results.load(tmp_path / "again" / "suite").attempts
+    (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert refused == "" and (attempt.score, attempt.turns) == (0.0, 1), out
     without = agentrl("eval", "late", "--policy", f"{HERE}:talker", BACKEND, "--run-dir", "without")[0]
     assert "declare it in the recipe, as tools.mcp.it" in without

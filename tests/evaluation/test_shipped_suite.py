@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from agentrl.cli import app
 from agentrl.errors import UserError
-from agentrl.evaluation.policies import Source, find_policy, recorded_policy
-from agentrl.evaluation.suite_code import check_confined
+from agentrl.evaluation.policies import PolicySource, find_policy, recorded_policy
+from agentrl.evaluation.suite_code import check_suite_code
 from agentrl.failure.case import load_suite
 from agentrl.records import Split
 from sandboxes.tables import Tables
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_it_has_a_failed_held_out_task_of_each_kind_and_says_how_to_make_its_policy() -> None:
     suite = load_suite(ROOT / "evals" / "regressions")
-    check_confined(suite, ROOT)
+    check_suite_code(suite, ROOT)
     kinds = {Tables(seed=0).task(Split.HELDOUT, index).data["kind"] for index in range(96)}
     assert sorted(case.task.data["kind"] for case in suite.cases) == sorted(kinds)
     assert {case.task.split for case in suite.cases} == {Split.HELDOUT}
@@ -47,9 +47,9 @@ def record(project: Path, policy: str, *, name: str = "s") -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("named", "source"), [("runs/q@3", Source.VERSION), ("model", Source.FOLDER)])
+@pytest.mark.parametrize(("named", "source"), [("runs/q@3", PolicySource.VERSION), ("model", PolicySource.FOLDER)])
 def test_the_recorded_policy_is_the_one_that_a_person_would_name(
-    named: str, source: Source, project: Path, monkeypatch: pytest.MonkeyPatch
+    named: str, source: PolicySource, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suite = load_suite(record(project, named))
     assert recorded_policy([suite]) == find_policy(named) and find_policy(named).source is source

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from agentrl.base import untrusted_files
 from agentrl.cli import app
 from agentrl.errors import UserError
-from agentrl.evaluation.suite_code import check_confined, check_project
+from agentrl.evaluation.suite_code import check_project, check_suite_code
 from agentrl.failure.case import Case, Suite
 from agentrl.records import SandboxSpec
 from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
@@ -65,7 +65,7 @@ def test_code_from_elsewhere_is_refused_before_it_is_imported(kind: str, referen
     (project / "link.py").symlink_to(tmp_path / "evil.py")
     wrong = suite_of(project, naming(**{kind: (reference.format(outside=tmp_path),)}))
     with pytest.raises(UserError, match=why):
-        check_confined(wrong, project)
+        check_suite_code(wrong, project)
     arguments = ["eval", "evals/theirs", *OVERRIDES, "--policy", f"{HERE}:policy", "--run-dir", "r"]
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, UserError) and why in str(done.exception), done.output
@@ -85,35 +85,35 @@ def test_code_that_python_finds_in_the_current_directory_is_refused(
     monkeypatch.chdir(suite)
     monkeypatch.syspath_prepend(entry.format(suite=suite))
     with pytest.raises(UserError, match="came with the suite"):
-        check_confined(suite_of(project, naming(verifiers=(reference,))), project)
+        check_suite_code(suite_of(project, naming(verifiers=(reference,))), project)
 
 
 def test_the_project_goes_before_the_current_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project / "evals" / "theirs")
     monkeypatch.syspath_prepend("")
-    check_confined(suite_of(project, naming(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
+    check_suite_code(suite_of(project, naming(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
 
 
 @pytest.mark.parametrize("image", ["/etc", "../image", "sandboxes/../../image"])
 def test_an_image_from_elsewhere_is_refused(image: str, project: Path) -> None:
     with pytest.raises(UserError, match="an image outside"):
-        check_confined(suite_of(project, naming(image=image)), project)
+        check_suite_code(suite_of(project, naming(image=image)), project)
 
 
 @pytest.mark.parametrize("image", ["a\0b", "a\x1b[31m", "a\n", "\x7f", "x" * 256, "é" * 128, "x/" * 2100 + "x"])
 def test_an_image_whose_name_no_folder_can_have_is_refused(image: str, project: Path) -> None:
     with pytest.raises(UserError, match="name is not a path"):
-        check_confined(suite_of(project, naming(image=image)), project)
+        check_suite_code(suite_of(project, naming(image=image)), project)
 
 
 def test_surrogates_are_no_path(project: Path) -> None:
-    assert untrusted_files.located("a\ud800b", project) is None and untrusted_files.located("\udcff", project) is None
-    assert untrusted_files.located("x" * 255, project) == project / ("x" * 255)
+    assert untrusted_files.resolve_inside("a\ud800b", project) is None and untrusted_files.resolve_inside("\udcff", project) is None
+    assert untrusted_files.resolve_inside("x" * 255, project) == project / ("x" * 255)
 
 
 def test_what_the_project_and_its_packages_have_may_be_named(project: Path) -> None:
     names = ("rewards.tables:exact_answer", "rewards/mine.py:exact", f"{project}/rewards/mine.py:exact", "an_entry_point")
-    check_confined(suite_of(project, naming(image="sandboxes/tables", verifiers=names, tools=("python", "submit", "mcp:files"))), project)
+    check_suite_code(suite_of(project, naming(image="sandboxes/tables", verifiers=names, tools=("python", "submit", "mcp:files"))), project)
 
 
 def test_a_suite_of_another_project_is_evaluated_there(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from agentrl.evaluation import results, suites
 from agentrl.failure.case import Case, Suite, load_suite, save_case
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
-from agentrl.session.folder import Start
-from agentrl.session.preflight import Checked
+from agentrl.session.folder import RunStart
+from agentrl.session.preflight import PreflightResult
 from tests.gate import test_judgement
 
 scripted = test_judgement.scripted
@@ -45,7 +45,7 @@ def make_suite(folder: Path) -> Suite:
     return load_suite(folder)
 
 
-async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch, *, repeats: int) -> results.Results:
+async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch, *, repeats: int) -> results.SuiteResults:
     run = await test_judgement.opened(folder)
     run.learner, run.groups = SimpleNamespace(kill=None), run.groups
 
@@ -54,9 +54,9 @@ async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch,
         yield run
         await test_judgement.plain.close(run)
 
-    monkeypatch.setattr(suites, "opened", opened)
-    checked = cast(Checked, SimpleNamespace(scorer=TaskScorer()))
-    start = Start(recipe=Path("r.py"), folder=folder, overrides=())
+    monkeypatch.setattr(suites, "open_run", opened)
+    checked = cast(PreflightResult, SimpleNamespace(scorer=TaskScorer()))
+    start = RunStart(recipe=Path("r.py"), folder=folder, overrides=())
     return await suites.evaluate_suite(test_judgement.RECIPE, start, checked, suite, repeats=repeats, threshold=1.0, root=folder)
 
 
@@ -64,7 +64,7 @@ async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch,
 async def test_every_attempt_is_kept_with_its_cost_and_what_it_was_an_attempt_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = make_suite(tmp_path / "suite-of-mine")
     found = await evaluated(tmp_path / "run", suite, monkeypatch, repeats=4)
-    assert results.load(tmp_path / "run" / suites.FOLDER) == found
+    assert results.load_results(tmp_path / "run" / suites.SUITE_FOLDER) == found
     figures = found.figures()
     assert (figures.attempts, figures.unscored, figures.k) == (12, 4, 4)
     assert figures.pass_at_1 == 0.75 and figures.pass_at_k == 1.0 and found.figures(2).pass_at_k == pytest.approx((1 + 5 / 6) / 2)
@@ -87,10 +87,10 @@ async def test_two_evaluations_are_compared_on_what_has_not_changed(tmp_path: Pa
     fewer = [one for one in found if one.case != "broken"]
     about = first.about
 
-    second = results.Results(about=about, attempts=tuple(replace(one, score=0.0) for one in fewer if one.case == "easy"))
-    results.save(tmp_path / "b", second, [])
+    second = results.SuiteResults(about=about, attempts=tuple(replace(one, score=0.0) for one in fewer if one.case == "easy"))
+    results.save_results(tmp_path / "b", second, [])
     edited = tuple(replace(one, task_key="another") if one.case == "easy" else one for one in fewer)
-    results.save(tmp_path / "c", results.Results(about=about, attempts=edited), [])
+    results.save_results(tmp_path / "c", results.SuiteResults(about=about, attempts=edited), [])
     told = json.loads(CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]).output)
     assert (told["cases"], told["lost"], told["unpaired"], told["verdict"]) == (1, ["easy"], ["broken", "flaky"], "not enough data")
     shown = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "c")]).output
@@ -114,9 +114,9 @@ async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeyp
     assert "a difference of 10 points is seen with 80% chance" in shown and "154 cases, each tried once by both" in shown
     assert "1,000,000 cases" in asked("--rate", "0.95", "--difference", "1e-300")
     assert "14,3" in asked("--rate", "1", "--alpha", "1e-300")
-    unbounded = replace(results.load(tmp_path / "a" / suites.FOLDER).attempts[0], case="x", score=math.inf)
-    found = results.load(tmp_path / "a" / suites.FOLDER)
-    results.save(tmp_path / "b", replace(found, attempts=(*found.attempts, unbounded)), [])
+    unbounded = replace(results.load_results(tmp_path / "a" / suites.SUITE_FOLDER).attempts[0], case="x", score=math.inf)
+    found = results.load_results(tmp_path / "a" / suites.SUITE_FOLDER)
+    results.save_results(tmp_path / "b", replace(found, attempts=(*found.attempts, unbounded)), [])
     assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "what is no number is in no comparison, and in no plan"
     for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
         done = CliRunner().invoke(app, ["compare", *wrong])
@@ -125,16 +125,16 @@ async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeyp
 
 def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"about\.json is missing"):
-        results.load(tmp_path)
+        results.load_results(tmp_path)
     (tmp_path / "about.json").write_text('{"suite": 3}')
     (tmp_path / "attempts.jsonl").write_text("")
     with pytest.raises(UserError, match="is no evaluation"):
-        results.load(tmp_path)
-    about = results.About(
+        results.load_results(tmp_path)
+    about = results.EvaluationInfo(
         suite="s", suite_sha256="", cases=1, repeats=1, model="m", version=0, sha256="", recipe="r", recipe_sha256="", sampling={}, seed=0,
         threshold=1.0, agentrl="0", at="",
     )  # fmt: skip
-    one = results.Attempt(case="c", task_key="k", number=0, episode="e", score=1.0)
+    one = results.CaseAttempt(case="c", task_key="k", number=0, episode="e", score=1.0)
     for attempts in (
         (one, one),
         (dataclasses.replace(one, number=-1),),
@@ -144,9 +144,9 @@ def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
             for figure in ({"tokens": 1 << 62}, {"tokens": -1}, {"turns": 1 << 62}, {"wall_s": math.inf})
         ],
     ):
-        results.save(tmp_path, results.Results(about=about, attempts=attempts), [])
+        results.save_results(tmp_path, results.SuiteResults(about=about, attempts=attempts), [])
         with pytest.raises(UserError, match="is no evaluation"):
-            results.load(tmp_path)
+            results.load_results(tmp_path)
     for wrong in (["compare", "a", "b", "--alpha", "0.9"], ["eval", "recipes/quickstart.py", "--repeats", "3"]):
         done = CliRunner().invoke(app, wrong)
         assert isinstance(done.exception, UserError), done.output
@@ -158,24 +158,26 @@ async def test_a_case_whose_verifier_is_gone_is_told_before_anything_starts(tmp_
 
     task = replace(test_judgement.make_suite().cases[0].task, verifiers=("rewards.gone:nothing",))
     save_case(tmp_path, Case(id="a", task=task))
-    checked = cast(Checked, SimpleNamespace(scorer=TaskScorer()))
-    start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    checked = cast(PreflightResult, SimpleNamespace(scorer=TaskScorer()))
+    start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(PluginError, match=r"rewards\.gone"):
         await suites.evaluate_suite(test_judgement.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
 
 
 def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
-    about = results.About(
+    about = results.EvaluationInfo(
         suite="s", suite_sha256="a", cases=2, repeats=1, model="m", version=0, sha256="0123456789abcdef", recipe="r", recipe_sha256="",
         sampling={}, seed=0, threshold=1.0, agentrl="0", at="2026-11-23T00:00:00+00:00", wall_s=3.0,
     )  # fmt: skip
 
     def evaluated(folder: str, version: int, *scores: float | None, **more: Any) -> None:
         attempts = [
-            results.Attempt(case=f"c{n % 2}", task_key="k", number=n // 2, episode="e", score=score, tokens=10, turns=2, wall_s=1.5)
+            results.CaseAttempt(case=f"c{n % 2}", task_key="k", number=n // 2, episode="e", score=score, tokens=10, turns=2, wall_s=1.5)
             for n, score in enumerate(scores)
         ]
-        results.save(tmp_path / folder, results.Results(about=replace(about, version=version, **more), attempts=tuple(attempts)), [])
+        results.save_results(
+            tmp_path / folder, results.SuiteResults(about=replace(about, version=version, **more), attempts=tuple(attempts)), []
+        )
 
     evaluated("run/gate/000000", 0, 0.0, 0.0, 1.0, 0.0)
     evaluated("run/gate/000004", 4, 1.0, 1.0, 1.0, 0.0)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from agentrl.experience import RunningEpisodes, checkpoints
-from agentrl.protocols import EpisodeKeeper
+from agentrl.experience import FolderCheckpoints, checkpoints
+from agentrl.protocols import EpisodeCheckpoints
 from agentrl.records import MAX_SNAPSHOT_BYTES, Episode, EpisodeState, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan, codec
 
 TURN = Turn(
@@ -36,18 +36,18 @@ SCORED = ScoredEpisode(episode=EPISODE, score=Score(value=0.5))
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> RunningEpisodes:
-    return RunningEpisodes(tmp_path / "running")
+def keeper(tmp_path: Path) -> FolderCheckpoints:
+    return FolderCheckpoints(tmp_path / "running")
 
 
-async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(keeper: RunningEpisodes, tmp_path: Path) -> None:
-    face: EpisodeKeeper = keeper
+async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(keeper: FolderCheckpoints, tmp_path: Path) -> None:
+    face: EpisodeCheckpoints = keeper
     assert await face.find(0, 0) is None and keeper.groups() == ()
     await face.keep(0, 0, STATE)
     later = replace(STATE, trajectories=(replace(STATE.trajectories[0], turns=(TURN, TURN)),), prompt_ids=((7,),))
     await face.keep(0, 0, later)
     await face.keep(0, 1, STATE)
-    again = RunningEpisodes(tmp_path / "running")
+    again = FolderCheckpoints(tmp_path / "running")
     assert (await again.find(0, 0), await again.find(0, 1), await again.find(1, 0)) == (later, STATE, None)
     await face.finish(0, 0, SCORED)
     assert await again.find(0, 0) == SCORED
@@ -56,7 +56,7 @@ async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(kee
 
 
 async def test_a_write_that_ends_after_its_group_was_forgotten_leaves_nothing(
-    keeper: RunningEpisodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keeper: FolderCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As that of an attempt which was cancelled meanwhile: its thread goes on."""
     write = checkpoints.files.write
@@ -75,7 +75,7 @@ async def test_a_write_that_ends_after_its_group_was_forgotten_leaves_nothing(
     assert keeper.groups() == (4,)
 
 
-async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: RunningEpisodes, tmp_path: Path) -> None:
+async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: FolderCheckpoints, tmp_path: Path) -> None:
     for group in (0, 1_000_000):
         await keeper.keep(group, 0, STATE)
     assert keeper.groups() == (0, 1_000_000)
@@ -95,7 +95,7 @@ async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: RunningEpiso
     ids=["torn", "one bit", "empty", "another record"],
 )
 async def test_a_damaged_file_is_put_aside_with_a_warning(
-    keeper: RunningEpisodes, tmp_path: Path, damage: object, caplog: pytest.LogCaptureFixture
+    keeper: FolderCheckpoints, tmp_path: Path, damage: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     await keeper.keep(3, 2, STATE)
     path = tmp_path / "running" / "000003" / "2.state"
@@ -109,7 +109,7 @@ async def test_a_damaged_file_is_put_aside_with_a_warning(
     assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for whoever looks into it"
 
 
-async def test_a_changed_byte_is_damage_wherever_it_is(keeper: RunningEpisodes, tmp_path: Path) -> None:
+async def test_a_changed_byte_is_damage_wherever_it_is(keeper: FolderCheckpoints, tmp_path: Path) -> None:
     """Letters of a text as well, which decode to another text."""
     await keeper.keep(0, 0, STATE)
     path = tmp_path / "running" / "000000" / "0.state"
@@ -121,7 +121,7 @@ async def test_a_changed_byte_is_damage_wherever_it_is(keeper: RunningEpisodes, 
 
 
 async def test_a_file_of_more_than_two_snapshots_is_not_decompressed(
-    keeper: RunningEpisodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    keeper: FolderCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "running" / "000003" / "2.state"
     path.parent.mkdir(parents=True)
@@ -131,7 +131,7 @@ async def test_a_file_of_more_than_two_snapshots_is_not_decompressed(
 
 
 async def test_the_bound_on_a_file_holds_for_writing_and_reading(
-    keeper: RunningEpisodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keeper: FolderCheckpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = len(codec.to_json(STATE))
     monkeypatch.setattr(checkpoints, "MAX_BYTES", size)
@@ -143,14 +143,14 @@ async def test_the_bound_on_a_file_holds_for_writing_and_reading(
     assert await keeper.find(0, 0) is None and "decompresses to more than" in caplog.text
 
 
-async def test_only_folders_of_groups_count_as_groups(keeper: RunningEpisodes, tmp_path: Path) -> None:
+async def test_only_folders_of_groups_count_as_groups(keeper: FolderCheckpoints, tmp_path: Path) -> None:
     await keeper.keep(12, 0, STATE)
     (tmp_path / "running" / "000013").write_text("a file")
     (tmp_path / "running" / "notes").mkdir()
     assert keeper.groups() == (12,)
 
 
-async def test_an_attempt_without_a_stored_state_can_finish(keeper: RunningEpisodes) -> None:
+async def test_an_attempt_without_a_stored_state_can_finish(keeper: FolderCheckpoints) -> None:
     """It ended in its first turn, or its states could not be written."""
     await keeper.finish(5, 0, SCORED)
     assert await keeper.find(5, 0) == SCORED
@@ -158,11 +158,11 @@ async def test_an_attempt_without_a_stored_state_can_finish(keeper: RunningEpiso
 
 async def test_a_state_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "running").write_text("a file where the folder should be")
-    await RunningEpisodes(tmp_path / "running").keep(0, 0, STATE)
+    await FolderCheckpoints(tmp_path / "running").keep(0, 0, STATE)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "could not be written" in caplog.text
 
 
-async def test_many_at_once(keeper: RunningEpisodes) -> None:
+async def test_many_at_once(keeper: FolderCheckpoints) -> None:
     await asyncio.gather(*(keeper.keep(group, member, replace(STATE, attempt=member)) for group in range(3) for member in range(20)))
     found = await asyncio.gather(*(keeper.find(group, member) for group in range(3) for member in range(20)))
     assert found == [replace(STATE, attempt=member) for _ in range(3) for member in range(20)]

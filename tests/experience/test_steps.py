@@ -13,7 +13,7 @@ from agentrl.config import RolloutConfig
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
-from agentrl.rollout import left_out_group
+from agentrl.rollout import excluded_group
 
 
 def group(index: int, *scores: float) -> Group:
@@ -40,7 +40,7 @@ class Stored:
 
 
 def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_after: int) -> None:
-    """As `agentrl.run.rollouts.make_step`: groups end in the order that `outcomes` draws; the driver dies after some of them."""
+    """As `agentrl.run.rollouts.roll_out_step`: groups end in the order that `outcomes` draws; the driver dies after some of them."""
     waiting = iter(steps.indices(step))
     running = [next(waiting) for _ in range(steps.per_step)]
     while running and stop_after:
@@ -86,7 +86,7 @@ def test_a_group_that_says_nothing_gets_another_and_is_read_once(tmp_path: Any) 
     broken = Failure(stage="s", blame=Blame.TASK, kind="k", message="")
     store, steps = SqliteStore(tmp_path / "x.sqlite"), StepGroups(2, 3, min_group_size=2)
     store.put(group(0, 1.0, 0.0))
-    store.put(left_out_group(1, "t", "k", broken, size=2))  # no attempt at all
+    store.put(excluded_group(1, "t", "k", broken, size=2))  # no attempt at all
     assert steps.taken(0, store) is None
     store.put(group(2, 1.0))  # one attempt alone has no baseline
     store.put(group(3, 0.5, 0.5))

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.failure import Capture
-from agentrl.failure.capture import why
+from agentrl.failure.capture import capture_reason
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.digest import digest_of
-from agentrl.failure.listing import Wanted
-from agentrl.failure.trace import Tag, Why
+from agentrl.failure.digest import build_digest
+from agentrl.failure.listing import TraceFilter
+from agentrl.failure.trace import CaptureReason, Tag
 from agentrl.records import Blame, Group, ScoredEpisode
 from agentrl.records.sampling import Supports
 
@@ -44,26 +44,26 @@ def opened(folder: Path, **config: object) -> Capture:
     ("given", "found"),
     [
         (episode(value=1.0), None),
-        (episode(value=0.9), Why.FAILED),
+        (episode(value=0.9), CaptureReason.FAILED),
         (episode(value=1.5), None),
-        (episode(ended="wall_limit"), Why.TIMEOUT),
-        (episode(ended="tool_timeout"), Why.TIMEOUT),
-        (episode(ended="turn_limit"), Why.LIMIT),
+        (episode(ended="wall_limit"), CaptureReason.TIMEOUT),
+        (episode(ended="tool_timeout"), CaptureReason.TIMEOUT),
+        (episode(ended="turn_limit"), CaptureReason.LIMIT),
         (episode(ended="turn_limit", value=1.0), None),
-        (episode(value=None), Why.FAULT),
-        (episode(value=float("inf")), Why.FAULT),
-        (episode(failures=(fault(Blame.TASK),)), Why.FAULT),
-        (episode(failures=(fault(Blame.POLICY),)), Why.FAILED),
+        (episode(value=None), CaptureReason.FAULT),
+        (episode(value=float("inf")), CaptureReason.FAULT),
+        (episode(failures=(fault(Blame.TASK),)), CaptureReason.FAULT),
+        (episode(failures=(fault(Blame.POLICY),)), CaptureReason.FAILED),
     ],
 )
-def test_why_an_episode_is_kept(given: ScoredEpisode, found: Why | None) -> None:
-    assert why(given, below=1.0) is found
+def test_why_an_episode_is_kept(given: ScoredEpisode, found: CaptureReason | None) -> None:
+    assert capture_reason(given, below=1.0) is found
 
 
 def test_an_audit_and_an_earlier_success_say_more_than_the_score() -> None:
-    assert why(episode(value=1.0), below=1.0, audit="it copied the file of answers") is Why.HACKED
-    assert why(episode(ended="turn_limit"), below=1.0, passed_before=True) is Why.REGRESSED
-    assert why(episode(value=0.3), below=0.2) is None
+    assert capture_reason(episode(value=1.0), below=1.0, audit="it copied the file of answers") is CaptureReason.HACKED
+    assert capture_reason(episode(ended="turn_limit"), below=1.0, passed_before=True) is CaptureReason.REGRESSED
+    assert capture_reason(episode(value=0.3), below=0.2) is None
 
 
 def test_a_trace_is_read_back_whole(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_trace_is_read_back_whole(tmp_path: Path) -> None:
     with Collection(tmp_path) as collection:
         assert collection.get(kept.id) == kept and collection.get(foreign.id) == foreign and collection.get("x") is None
         assert list(collection.traces()) == [kept, foreign]
-        assert [row.tag for row in collection.rows(Wanted(kind="sum"))] == ["looped"]
+        assert [row.tag for row in collection.rows(TraceFilter(kind="sum"))] == ["looped"]
         assert collection.counts("why") == {("failed",): 1, ("imported",): 1}
 
 
@@ -105,7 +105,7 @@ def test_a_group_is_counted_whole_and_its_failures_are_kept(tmp_path: Path) -> N
             ("fault", "infrastructure"): 1,
             ("fault", "task_fault"): 2,
         }
-        told = digest_of(collection)
+        told = build_digest(collection)
     assert (told["episodes"], told["failures"]) == (5, 4)
     assert told["steps"] == [{"step": 4, "episodes": 5, "tags": {"task_fault": 2, "wrong_answer": 1, "infrastructure": 1}}]
     assert capture.lost == 0
@@ -171,7 +171,7 @@ def test_bytes_are_bounded_and_one_huge_trace_is_not_kept(tmp_path: Path, monkey
         for number in range(40):
             collection.add([trace(*STEPS, name=f"n{number}", of=task(id=f"t{number}"))])
         assert 1 <= len(collection) < 40 and sum(row.bytes for row in collection.rows()) <= 4000
-        monkeypatch.setattr("agentrl.failure.collection.LARGEST", 100)
+        monkeypatch.setattr("agentrl.failure.collection.MAX_TRACE_BYTES", 100)
         assert collection.add([trace(*STEPS, name="huge")]) == 0
         assert collection.get("huge") is None
 

@@ -17,10 +17,10 @@ from agentrl.config import PracticeConfig, build
 from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.failure import practice_mutants
 from agentrl.failure.case import Case, save_case
-from agentrl.failure.overlap import Withheld, likeness, withheld
-from agentrl.failure.practice import FILE, Practiced, load_practice, practiced, save_practice
-from agentrl.failure.practice_mutants import truth_free_gold
-from agentrl.failure.practice_schedule import Mixed, open_practice
+from agentrl.failure.overlap import WithheldTasks, load_withheld, overlap_of
+from agentrl.failure.practice import FILE, PracticeTask, load_practice, practice_task, save_practice
+from agentrl.failure.practice_mutants import gold_without_answer
+from agentrl.failure.practice_schedule import PracticeSchedule, open_practice
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.session import run_practice
@@ -34,8 +34,8 @@ FAMILY = Tables(seed=0)
 CASES = [Case(id=f"c{index}", task=FAMILY.task(Split.HELDOUT, index)) for index in range(len(KINDS))]
 
 
-def tasks_of(case: Case, count: int = 6) -> list[Practiced]:
-    return [practiced(case, how, task) for how, task in islice(FAMILY.variants(case.task, seed=0), count)]
+def tasks_of(case: Case, count: int = 6) -> list[PracticeTask]:
+    return [practice_task(case, how, task) for how, task in islice(FAMILY.variants(case.task, seed=0), count)]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_family_varies_its_kind_and_gives_away_no_case(case: Case) -> None:
     assert {one.how for one in made} == {"alike", "harder", "easier"} and len({one.key for one in made}) == 9
     for one in made:
         assert one.task.data["kind"] == case.task.data["kind"] and one.task.split is Split.TRAIN
-        assert likeness(case.task, one.task) is None
+        assert overlap_of(case.task, one.task) is None
         assert run_template(FAMILY.gold(one.task), one.task.files).startswith(str(one.task.data["answer"])[:3])
         assert all(belongs(word) is Split.TRAIN for word in [path.partition(".")[0] for path in one.task.files] if word.isalpha())
     rows = {how: [text.count("\n") for one in made if one.how == how for text in one.task.files.values()] for how in ("harder", "easier")}
@@ -63,10 +63,10 @@ def test_mutants_are_other_questions_of_the_same_words() -> None:
     task = FAMILY.task(Split.TRAIN, 2)  # a total where a column of numbers has a value that the question names
     found = list(islice(practice_mutants(task, seed=0), 5))
     assert found == list(islice(practice_mutants(task, seed=0), 5)) and len({one.key for one in found}) == 5
-    truth_free_gold(FAMILY, task)
+    gold_without_answer(FAMILY, task)
     answers = {run_template(FAMILY.gold(one), one.files) for one in found}
     assert len(answers) == 5 and str(task.data["answer"]) not in answers
-    assert all(one.prompt == task.prompt and likeness(task, one) is None for one in found)
+    assert all(one.prompt == task.prompt and overlap_of(task, one) is None for one in found)
     assert list(practice_mutants(replace(task, files={"a.txt": "no number, but id-7 and 2024-01-05\n"}), seed=0)) == []
 
 
@@ -76,17 +76,17 @@ def test_a_gold_solution_that_knows_the_answer_proves_none() -> None:
             return f"print({task.data['answer']!r})"
 
     with pytest.raises(TaskError, match="made from the answer"):
-        truth_free_gold(Knows(), CASES[0].task)
+        gold_without_answer(Knows(), CASES[0].task)
     with pytest.raises(TaskError, match="no answer in its data"):
-        truth_free_gold(FAMILY, replace(CASES[0].task, data={"kind": "total", "names": {}}))
+        gold_without_answer(FAMILY, replace(CASES[0].task, data={"kind": "total", "names": {}}))
 
 
 def test_what_is_written_is_read_and_a_leak_is_refused(suite: Path) -> None:
     made = [one for case in CASES[:3] for one in tasks_of(case)]
     save_practice(suite, made, {"seed": 0})
-    cases = withheld([suite.name], root=suite.parent)
+    cases = load_withheld([suite.name], root=suite.parent)
     assert list(load_practice(suite, withheld=cases)) == made
-    leaked = practiced(CASES[1], "alike", replace(CASES[1].task, id="other", split=Split.TRAIN))
+    leaked = practice_task(CASES[1], "alike", replace(CASES[1].task, id="other", split=Split.TRAIN))
     save_practice(suite, [*made, leaked], {})
     with pytest.raises(UserError, match=r"line 20: task 'other' is the same of case c1"):
         load_practice(suite, withheld=cases)
@@ -121,21 +121,21 @@ def test_a_task_changed_after_its_proof_is_refused(suite: Path) -> None:
     with pytest.raises(UserError, match="has no practice"):
         load_practice(suite)
     held = replace(tasks_of(CASES[0])[0].task, split=Split.HELDOUT)
-    save_practice(suite, [practiced(CASES[0], "alike", held)], {})
+    save_practice(suite, [practice_task(CASES[0], "alike", held)], {})
     with pytest.raises(UserError, match="never trained on"):
         load_practice(suite)
 
 
 @given(st.fractions(min_value="1/1000", max_value=1, max_denominator=1000), st.integers(0, 3000), st.integers(0, 9))
 def test_the_share_is_kept_at_every_point_of_a_run(share: Fraction, groups: int, seed: int) -> None:
-    mixed = Mixed([["a"] * 1], [1], share, seed)  # type: ignore[list-item]
+    mixed = PracticeSchedule([["a"] * 1], [1], share, seed)  # type: ignore[list-item]
     assert mixed.before(groups) == int(groups * share)
     assert (mixed.task(groups) is not None) == (mixed.before(groups + 1) > mixed.before(groups))
 
 
 def test_suites_take_turns_by_weight_and_the_family_misses_none_of_its_own() -> None:
     one, other = [practice.task for practice in tasks_of(CASES[0], 4)], [practice.task for practice in tasks_of(CASES[1], 3)]
-    schedule = GroupSchedule(FAMILY, 3, practice=Mixed([one, other], [3, 1], Fraction(3, 10), 3))
+    schedule = GroupSchedule(FAMILY, 3, practice=PracticeSchedule([one, other], [3, 1], Fraction(3, 10), 3))
     drawn = [schedule.task(group) for group in range(200)]
     assert drawn == [schedule.task(group) for group in range(200)]
     counts = Counter(task.id for task in drawn if "like" in task.id)
@@ -149,7 +149,7 @@ def test_suites_take_turns_by_weight_and_the_family_misses_none_of_its_own() -> 
 def test_a_recipe_names_suites_with_weights(suite: Path) -> None:
     save_practice(suite, tasks_of(CASES[0]), {})
     config = PracticeConfig(suites={"suite": 2}, share=0.25)
-    mixed = open_practice(config, seed=0, root=suite.parent, withheld=Withheld(CASES))
+    mixed = open_practice(config, seed=0, root=suite.parent, withheld=WithheldTasks(CASES))
     assert mixed.share == Fraction(1, 4) and mixed.weights == (2,) and len(mixed.tasks[0]) == 6
     for wrong, said in (({"suites": {}}, "at least 1"), ({"suites": {"a": 0}}, "suites.a"), ({"suites": {"a": 1}, "share": 0}, "share")):
         with pytest.raises(RecipeError, match=said):
@@ -165,17 +165,17 @@ def test_practice_is_kept_apart_from_what_a_run_measures_and_as_it_was_begun_wit
     })  # fmt: skip
     run, scorer = tmp_path / "run", TaskScorer(root=Path.cwd())
 
-    def opened() -> tuple[Mixed | None, tuple[str, ...]]:
-        return run_practice.open_own_practice(recipe, FAMILY, scorer, Withheld(CASES[:3]), root=tmp_path, folder=run)
+    def opened() -> tuple[PracticeSchedule | None, tuple[str, ...]]:
+        return run_practice.open_run_practice(recipe, FAMILY, scorer, WithheldTasks(CASES[:3]), root=tmp_path, folder=run)
 
     save_practice(suite, tasks_of(CASES[0]), {})
     begun, notes = opened()
     assert begun is not None and "made from 3 cases that are among the 5 held-out tasks" in notes[0]
-    run_practice.keep_practice(run, recipe, root=tmp_path)
-    measured = practiced(CASES[0], "alike", replace(CASES[4].task, id="other", split=Split.TRAIN))
+    run_practice.copy_practice_files(run, recipe, root=tmp_path)
+    measured = practice_task(CASES[0], "alike", replace(CASES[4].task, id="other", split=Split.TRAIN))
     save_practice(suite, [measured], {})
     assert opened()[0] == begun, "a run that has begun goes on with its own copy"
-    run_practice.keep_practice(run, recipe, root=tmp_path)
+    run_practice.copy_practice_files(run, recipe, root=tmp_path)
     assert len((run / "practice" / "0-suite.jsonl").read_bytes().splitlines()) == 7
     (run / "practice" / "0-suite.jsonl").unlink()
     with pytest.raises(UserError, match="is the same of case heldout-4, which is measured with"):

@@ -14,9 +14,9 @@ from agentrl.records import Episode, ExecResult, Message, SamplingParams, Sandbo
 from agentrl.reward.cleanroom import CleanRoom
 from agentrl.sandbox.images import load_image
 from agentrl.serving.client import parse_completion
-from agentrl.serving.control import weight_version
-from agentrl.task.description import Description, parse
-from agentrl.task.grading import KEY, Grading, pack
+from agentrl.serving.control import parse_weight_version
+from agentrl.task.description import TaskDescription, parse_toml
+from agentrl.task.grading import GRADING_KEY, Grading, encode_files
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes
 from agentrl.version.weight_files import tensor_shapes
 from tests.fuzz import mutators
@@ -94,7 +94,7 @@ def test_a_finding_is_taken_now(what: str, tmp_path: Path, nothing_old: None) ->
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000, "{a=" * 3000])
 def test_toml_that_python_does_not_read_is_told_as_the_authors_mistake(value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is (not TOML|nested too deep)"):
-        parse(Description, f"version = {value}")
+        parse_toml(TaskDescription, f"version = {value}")
     (tmp_path / "image.toml").write_text(f"suite = {value}")
     with pytest.raises(UserError, match=r"image\.toml is (not TOML|nested too deep)") as raised:
         load_image(tmp_path, cache=tmp_path)
@@ -128,13 +128,13 @@ def test_a_number_that_no_record_holds_is_the_servers_fault(odd: dict[str, objec
 @pytest.mark.parametrize("answer", [None, [], "3", {}, {"weight_version": 3}])
 def test_an_answer_that_names_no_version_is_the_servers_fault(answer: object) -> None:
     with pytest.raises(ServingError, match="names no version"):
-        weight_version(answer)
-    assert weight_version({"weight_version": "default"}) == "default"
+        parse_weight_version(answer)
+    assert parse_weight_version({"weight_version": "default"}) == "default"
 
 
 async def test_a_grader_that_was_taken_over_cannot_make_an_episode_vanish() -> None:
     """Where tests and code under test share a sandbox, code that gets hold of the report must lose by it: 0, not a fault."""
-    plan = Grading(mode="shell", tests=pack({"test.sh": b"true\n"}), timeout_s=5.0)
+    plan = Grading(mode="shell", tests=encode_files({"test.sh": b"true\n"}), timeout_s=5.0)
     task = Task(
         id="t",
         family="f",
@@ -142,7 +142,7 @@ async def test_a_grader_that_was_taken_over_cannot_make_an_episode_vanish() -> N
         tools=("submit",),
         sandbox=SandboxSpec(image="-"),
         verifiers=(),
-        data={KEY: plan.model_dump(mode="json")},
+        data={GRADING_KEY: plan.model_dump(mode="json")},
         split=Split.TRAIN,
         outputs=("a",),
     )

@@ -15,8 +15,8 @@ import pytest
 from agentrl.config.gate import GATE
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite
-from agentrl.gate.judgement import due, due_served, judge_version, refused, serve_result
-from agentrl.gate.verdict import Outcome, read_verdict
+from agentrl.gate.judgement import due_serving_version, due_versions, gate_version, is_refused, serve_result
+from agentrl.gate.verdict import GateOutcome, read_verdict
 from agentrl.observe import Rate
 from agentrl.records import SandboxSpec, VersionState
 from agentrl.version import rollback
@@ -49,7 +49,7 @@ def with_image(suite: Suite, case_id: str, image: str) -> Suite:
 async def test_a_judgement_reports_its_stage_its_attempts_and_its_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
-    await judge_version(run, run.registry.get(0))
+    await gate_version(run, run.registry.get(0))
     assert reports.stages == [("gate", "version 0: 12 cases, 48 attempts")] and reports.counted[-1] == (48, 48)
     (rate,) = reports.rates["gate 0"].values()
     assert isinstance(rate, Rate) and (rate.value, rate.n) == (1.0, 48) and rate.ci_low < rate.ci_high
@@ -62,7 +62,7 @@ async def test_on_a_server_of_its_own_the_stage_stays_that_of_the_run(tmp_path: 
     run = await opened(tmp_path)
     run.gate_server = SimpleNamespace(policy=Player(run))
     reports = Reports(run)
-    await judge_version(run, run.registry.get(0))
+    await gate_version(run, run.registry.get(0))
     assert reports.stages == [] and reports.counted == [] and reports.rates["gate 0"]["x"].n == 48
     assert run.gate_server.policy.asked == 48 and run.player.asked == 0
     await plain.close(run)
@@ -120,7 +120,7 @@ async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_
     shown = {}
     for number in (2, 4, 6, 8):
         found = read_verdict(tmp_path, number)
-        assert found is not None and (found.outcome is Outcome.PROMOTED) == (number == 2)
+        assert found is not None and (found.outcome is GateOutcome.PROMOTED) == (number == 2)
         shown[number] = [(one.case, one.before_episode, one.episode) for one in found.regressions]
     assert shown == {
         2: [],
@@ -139,7 +139,7 @@ async def test_a_case_whose_content_has_changed_is_neither_compared_nor_shown(tm
     run.suite = with_image(run.suite, "c03", "another")
     await looked(run)
     found = read_verdict(tmp_path, 2)
-    assert found is not None and found.judgement is not None and found.outcome is Outcome.ROLLED_BACK
+    assert found is not None and found.judgement is not None and found.outcome is GateOutcome.ROLLED_BACK
     assert found.judgement.cases == 11 and [one.case for one in found.regressions] == ["c05", "c06"]
     await plain.close(run)
 
@@ -172,7 +172,7 @@ async def test_a_suite_whose_cases_have_all_changed_begins_with_a_new_reference(
         run.suite = with_image(run.suite, case.id, "another")
     await looked(run)
     found = read_verdict(tmp_path, 2)
-    assert found is not None and (found.outcome, found.reference) == (Outcome.REFERENCE, None)
+    assert found is not None and (found.outcome, found.reference) == (GateOutcome.REFERENCE, None)
     await plain.close(run)
 
 
@@ -208,17 +208,19 @@ async def test_versions_are_due_at_the_pace_of_the_recipe_from_the_newest_that_h
 
     async def served(number: int) -> list[int]:
         await run.served.swap(run.registry.get(number))
-        return [version.number for version in due(run)]
+        return [version.number for version in due_versions(run)]
 
     assert await served(1) == [0]
     assert await served(2) == [0, 2] and await served(3) == [0, 2] and await served(4) == [0, 2, 4]
-    await judge_version(run, run.registry.get(2))
-    assert [version.number for version in due(run)] == [2, 4]
+    await gate_version(run, run.registry.get(2))
+    assert [version.number for version in due_versions(run)] == [2, 4]
     assert await served(5) == [2, 4, 5], "the last one is due at any pace"
     run.registry.reconcile(4)
-    assert due_served(run) is None and [version.number for version in due(run)] == [2, 4], "version 5 is gone"
+    assert due_serving_version(run) is None and [version.number for version in due_versions(run)] == [2, 4], "version 5 is gone"
     publish(run, 5, 4, "others")
-    assert due_served(run) is None and [version.number for version in due(run)] == [2, 4], "the new version 5 does not serve yet"
+    assert due_serving_version(run) is None and [version.number for version in due_versions(run)] == [2, 4], (
+        "the new version 5 does not serve yet"
+    )
     await plain.close(run)
 
 
@@ -229,12 +231,14 @@ async def test_a_version_that_is_undone_or_about_to_be_is_not_judged_unless_it_i
     for number in (1, 2, 3):
         publish(run, number, number - 1, f"good {number}")
     versions = run.registry.versions()
-    assert [refused(run, version) for version in versions] == [False] * 4
+    assert [is_refused(run, version) for version in versions] == [False] * 4
     one = versions[1]
-    rollback.ask(tmp_path / "versions", rollback.Request(version=1, sha256=one.sha256, to=0, to_sha256=versions[0].sha256, reason="worse"))
-    assert [refused(run, version) for version in versions] == [True, True, True, False]
+    rollback.request_rollback(
+        tmp_path / "versions", rollback.RollbackRequest(version=1, sha256=one.sha256, to=0, to_sha256=versions[0].sha256, reason="worse")
+    )
+    assert [is_refused(run, version) for version in versions] == [True, True, True, False]
     run.registry.set_state(1, VersionState.ROLLED_BACK)
-    assert [refused(run, run.registry.get(version.number)) for version in versions] == [False, True, False, False]
+    assert [is_refused(run, run.registry.get(version.number)) for version in versions] == [False, True, False, False]
     await plain.close(run)
 
 

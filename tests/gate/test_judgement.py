@@ -26,16 +26,16 @@ from agentrl.config.gate import GATE, GateConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
-from agentrl.gate.judgement import concluded, first_to_serve, parting_turn, result, serve_result
-from agentrl.gate.schedule import judging
-from agentrl.gate.verdict import Outcome, read_verdict, read_verdicts
+from agentrl.gate.judgement import first_different_turn, first_version_to_serve, is_concluded, result_version, serve_result
+from agentrl.gate.schedule import schedule_gate
+from agentrl.gate.verdict import GateOutcome, read_verdict, read_verdicts
 from agentrl.observe import write_report
 from agentrl.records import ADAPTER, Episode, Message, SandboxSpec, Score, Split, Task, VersionState
 from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import loop
-from agentrl.run.versions import record_missing
+from agentrl.run.versions import record_missing_steps
 from agentrl.session import measure
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -128,9 +128,9 @@ def publish(run: Any, number: int, parent: int, weights: str) -> None:
     plain.publish(run.registry, number, parent, weights.encode())
 
 
-def learner_answers(run: Any, number: int) -> rollback.Request:
+def learner_answers(run: Any, number: int) -> rollback.RollbackRequest:
     """What the learner does at its step `number - 1`: see tests/learner/test_gate.py for the real one."""
-    request = rollback.pending(run.folder / "versions", run.registry)
+    request = rollback.pending_request(run.folder / "versions", run.registry)
     assert request is not None
     weights = (run.folder / f"versions/{request.to:06d}/model.safetensors").read_text()
     publish(run, number, request.to, weights)
@@ -140,7 +140,7 @@ def learner_answers(run: Any, number: int) -> rollback.Request:
 
 
 async def looked(run: Any) -> None:
-    async with judging(run) as gate:
+    async with schedule_gate(run) as gate:
         await gate.look()
 
 
@@ -172,9 +172,9 @@ async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_
     publish(run, 4, 3, "bad c03 c07")
     await served_through(run, 4)
     assert [(one.version, one.outcome, one.reference) for one in read_verdicts(tmp_path)] == [
-        (0, Outcome.REFERENCE, None),
-        (2, Outcome.PROMOTED, 0),
-        (4, Outcome.ROLLED_BACK, 2),
+        (0, GateOutcome.REFERENCE, None),
+        (2, GateOutcome.PROMOTED, 0),
+        (4, GateOutcome.ROLLED_BACK, 2),
     ]
     assert states(run) == ["promoted", "served", "promoted", "served", "serving"]
     found = read_verdict(tmp_path, 4)
@@ -191,7 +191,7 @@ async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_
     assert (request.version, request.to) == (4, 2) and "case c03: 4 of 4 before, 0 of 16 now" in request.reason
     await served_through(run, 6)
     assert states(run) == ["promoted", "served", "promoted", "rolled_back", "rolled_back", "rolled_back", "promoted"]
-    assert concluded(run) and result(run).number == 6
+    assert is_concluded(run) and result_version(run).number == 6
     assert any(said.startswith("version 4 is rolled back: case c03") and "at turn 1" in said for said in run.tracker.said)
     await plain.close(run)
     with Collection(tmp_path) as collection:
@@ -228,20 +228,20 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
             with pytest.raises(Killed):
                 await looked(run)
         assert (read_verdict(tmp_path, 2) is None) == (point == points[0])
-        assert rollback.pending(tmp_path / "versions", run.registry) is None
+        assert rollback.pending_request(tmp_path / "versions", run.registry) is None
     asked = run.player.asked
     await looked(run)
-    request = rollback.pending(tmp_path / "versions", run.registry)
+    request = rollback.pending_request(tmp_path / "versions", run.registry)
     assert request is not None and (request.version, request.to) == (2, 0)
     await looked(run)
     assert run.player.asked == asked, "the verdict stands"
 
     learner_answers(run, 3)
-    assert rollback.pending(tmp_path / "versions", run.registry) is None
-    assert first_to_serve(run).number == 3, "version 0 is promoted, but its successor has taken over"
+    assert rollback.pending_request(tmp_path / "versions", run.registry) is None
+    assert first_version_to_serve(run).number == 3, "version 0 is promoted, but its successor has taken over"
     await run.served.swap(run.registry.get(3))
-    record_missing(run)
-    assert measure.recorded(tmp_path) == {1, 2, 3}
+    record_missing_steps(run)
+    assert measure.recorded_steps(tmp_path) == {1, 2, 3}
     await plain.close(run)
     with Collection(tmp_path) as collection:
         assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "attempts of the first try are not counted twice"
@@ -303,15 +303,15 @@ async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_ref
     for number, weights in ((1, "good 1"), (2, "good 2"), (3, "good 3"), (4, "awful")):
         publish(run, number, number - 1, weights)
     await served_through(run, 4)
-    assert [one.outcome for one in read_verdicts(tmp_path)] == [Outcome.REFERENCE, Outcome.PROMOTED, Outcome.BLOCKED]
-    assert rollback.pending(tmp_path / "versions", run.registry) is None
-    assert concluded(run) and result(run).number == 2
+    assert [one.outcome for one in read_verdicts(tmp_path)] == [GateOutcome.REFERENCE, GateOutcome.PROMOTED, GateOutcome.BLOCKED]
+    assert rollback.pending_request(tmp_path / "versions", run.registry) is None
+    assert is_concluded(run) and result_version(run).number == 2
     await serve_result(run)
     assert "version 4 is not promoted; the result of the run is version 2" in run.tracker.said
     assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
-    assert first_to_serve(run).number == 2, "a run that is over goes on with its result"
+    assert first_version_to_serve(run).number == 2, "a run that is over goes on with its result"
     longer = SimpleNamespace(**{**vars(run), "recipe": RECIPE.but({"steps": 8})})
-    assert first_to_serve(longer).number == 4, "a run that is made longer goes on with its newest weights"  # type: ignore[arg-type]
+    assert first_version_to_serve(longer).number == 4, "a run that is made longer goes on with its newest weights"  # type: ignore[arg-type]
     assert measure.gate_problems(tmp_path, finished=True) == ()
     await plain.close(run)
 
@@ -340,15 +340,15 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     publish(run, 1, 0, "awful 1")
     publish(run, 2, 1, "awful")
     await served_through(run, 2)
-    assert result(run) is None
+    assert result_version(run) is None
     (problem,) = measure.gate_problems(tmp_path, finished=True)
     assert "promoted no version but the first" in problem and "the suite fell by 100.0 points" in problem
 
     run.registry.set_state(2, VersionState.PROMOTED)
-    assert result(run).number == 2
+    assert result_version(run).number == 2
     adapter = {f"base_model.model.q.lora_{part}.weight": torch.full((2, 2), value) for part, value in (("A", 1.0), ("B", 0.0))}
     save_file(adapter, tmp_path / "versions/000002" / ADAPTER)
-    assert result(run) is None, "with adapters, version 0 again has a hash of its own"
+    assert result_version(run) is None, "with adapters, version 0 again has a hash of its own"
     await plain.close(run)
 
 
@@ -363,13 +363,13 @@ async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_
     publish(run, 3, 2, "bad c02")
     await served_through(run, 3)
     blocked = read_verdict(tmp_path, 3)
-    assert blocked is not None and blocked.outcome is Outcome.BLOCKED and "gate.max_rollbacks allows no more" in blocked.reason
+    assert blocked is not None and blocked.outcome is GateOutcome.BLOCKED and "gate.max_rollbacks allows no more" in blocked.reason
     run.registry.reconcile(2)
     await run.served.fall_back(run.registry.get(2))
     publish(run, 3, 2, "good 3")
     await served_through(run, 3)
     again = read_verdict(tmp_path, 3)
-    assert again is not None and again.outcome is Outcome.PROMOTED and again.sha256 != blocked.sha256
+    assert again is not None and again.outcome is GateOutcome.PROMOTED and again.sha256 != blocked.sha256
     await plain.close(run)
 
 
@@ -382,11 +382,11 @@ async def test_the_learner_is_not_asked_back_once_it_has_published_the_last_vers
         publish(run, number, number - 1, weights)
     await served_through(run, 3)
     assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
-        (0, Outcome.REFERENCE),
-        (2, Outcome.BLOCKED),
-        (3, Outcome.PROMOTED),
+        (0, GateOutcome.REFERENCE),
+        (2, GateOutcome.BLOCKED),
+        (3, GateOutcome.PROMOTED),
     ]
-    assert rollback.pending(tmp_path / "versions", run.registry) is None
+    assert rollback.pending_request(tmp_path / "versions", run.registry) is None
     await plain.close(run)
 
 
@@ -398,11 +398,11 @@ async def test_a_request_that_came_too_late_is_void_once_the_last_version_is_pro
     publish(run, 1, 0, "good 1")
     publish(run, 2, 1, "bad c03")
     await served_through(run, 2)
-    assert rollback.pending(tmp_path / "versions", run.registry) is not None
+    assert rollback.pending_request(tmp_path / "versions", run.registry) is not None
     publish(run, 3, 2, "good 3")
     await served_through(run, 3)
-    assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)][1:] == [(2, Outcome.ROLLED_BACK), (3, Outcome.PROMOTED)]
-    assert rollback.pending(tmp_path / "versions", run.registry) is None
+    assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)][1:] == [(2, GateOutcome.ROLLED_BACK), (3, GateOutcome.PROMOTED)]
+    assert rollback.pending_request(tmp_path / "versions", run.registry) is None
     await plain.close(run)
 
 
@@ -425,8 +425,8 @@ async def test_what_another_version_sampled_is_unscored_and_too_little_is_not_ju
     run.player.script = late(run.player.say)
     await served_through(run, 2)
     found = read_verdict(tmp_path, 2)
-    assert found is not None and found.outcome is Outcome.UNJUDGED and "only 0 cases" in found.reason
-    assert run.registry.get(2).state is VersionState.SERVING and rollback.pending(tmp_path / "versions", run.registry) is None
+    assert found is not None and found.outcome is GateOutcome.UNJUDGED and "only 0 cases" in found.reason
+    assert run.registry.get(2).state is VersionState.SERVING and rollback.pending_request(tmp_path / "versions", run.registry) is None
     first = json.loads((tmp_path / "gate/000002/attempts.jsonl").read_text().splitlines()[0])
     assert first["score"] is None and "version 1 sampled some of it" in first["reason"]
     await plain.close(run)
@@ -437,10 +437,13 @@ def test_where_two_episodes_part() -> None:
         return {"messages": [{"role": "assistant", "content": said, "tool_calls": [{"name": call}]} for said, call in turns]}
 
     one = words(("a", "python"), ("b", "submit"))
-    assert parting_turn(one, one) is None
-    assert parting_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other words"
-    assert parting_turn(one, words(("other words", "python"), ("b", "submit"))) == 1
-    assert parting_turn(one, words(("a", "python"))) == parting_turn(words(("a", "python")), one) == 2 and parting_turn({}, {}) is None
+    assert first_different_turn(one, one) is None
+    assert first_different_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other words"
+    assert first_different_turn(one, words(("other words", "python"), ("b", "submit"))) == 1
+    assert (
+        first_different_turn(one, words(("a", "python"))) == first_different_turn(words(("a", "python")), one) == 2
+        and first_different_turn({}, {}) is None
+    )
 
 
 def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: Path) -> None:
@@ -448,15 +451,15 @@ def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: 
     for number in range(3):
         plain.publish(registry, number, number - 1 if number else None, b"%d" % number)
     made = registry.get(2)
-    assert made is not None and rollback.pending(tmp_path, registry) is None
-    rollback.ask(tmp_path, rollback.Request(version=2, sha256=made.sha256, to=0, to_sha256="x", reason="\ud800"))
-    assert (found := rollback.pending(tmp_path, registry)) is not None and found.reason == "\N{REPLACEMENT CHARACTER}"
+    assert made is not None and rollback.pending_request(tmp_path, registry) is None
+    rollback.request_rollback(tmp_path, rollback.RollbackRequest(version=2, sha256=made.sha256, to=0, to_sha256="x", reason="\ud800"))
+    assert (found := rollback.pending_request(tmp_path, registry)) is not None and found.reason == "\N{REPLACEMENT CHARACTER}"
     registry.reconcile(1)
-    assert rollback.pending(tmp_path, registry) is None
+    assert rollback.pending_request(tmp_path, registry) is None
     plain.publish(registry, 2, 1, b"other")
-    assert rollback.pending(tmp_path, registry) is None
+    assert rollback.pending_request(tmp_path, registry) is None
     with pytest.raises(ValueError, match="is not back"):
-        rollback.Request(version=2, sha256="", to=2, to_sha256="", reason="")
+        rollback.RollbackRequest(version=2, sha256="", to=2, to_sha256="", reason="")
 
 
 def test_settings_that_do_nothing_are_refused() -> None:

@@ -20,8 +20,8 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.failure import Capture, FaultRate
-from agentrl.learner.failure_log import FailureLog
-from agentrl.learner.update_guard import Setback
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.update_guard import UpdateFailure
 from agentrl.observe import RunTracker, write_report
 from agentrl.records import Episode, Group, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState, codec
 from agentrl.rollout import Pace
@@ -65,7 +65,7 @@ class Alerts(RunTracker):
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, double in (("VLLMServer", ScriptedServer), ("open_channel", RecordingChannel), ("TokenClient", ScriptedClient)):
         monkeypatch.setattr(supervisor, name, double)
-    monkeypatch.setattr(supervisor, "disagreement", ScriptedServer.differs)
+    monkeypatch.setattr(supervisor, "max_logprob_difference", ScriptedServer.differs)
     monkeypatch.setattr(ScriptedServer, "started", [])
     monkeypatch.setattr(RecordingChannel, "swapped", [])
     monkeypatch.setattr(RecordingChannel, "during", None)
@@ -89,7 +89,7 @@ async def opened(run_dir: Path) -> Any:
         episode = Episode(id=f"e{index}", task_id="t", task_key="k", trajectories=())
         store.put(Group(index=index, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),)))
     base = publish(registry, 0, None, b"base")
-    policy = supervisor.ServedPolicy(RECIPE, run_dir, registry)
+    policy = supervisor.SupervisedServer(RECIPE, run_dir, registry)
     await policy.start(base)
     registry.set_state(0, VersionState.SERVING)
     return SimpleNamespace(
@@ -119,8 +119,8 @@ async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_tol
     run.registry.set_state(2, VersionState.ROLLED_BACK)
     publish(run.registry, 4, 3, b"better")
     limit = "kl_behaviour 3 is above learner.limits.max_kl.at=1"
-    lost = Setback(step=2, action="rollback", what="policy", reasons=(limit,), groups=(2,), episodes=("e2",), metrics={})
-    FailureLog(tmp_path).append((lost,))
+    lost = UpdateFailure(step=2, action="rollback", what="policy", reasons=(limit,), groups=(2,), episodes=("e2",), metrics={})
+    UpdateFailureLog(tmp_path).append((lost,))
     async with asyncio.timeout(120):
         await loop._swap_versions(run)
     assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
@@ -153,10 +153,10 @@ async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_
     async with asyncio.timeout(120):
         await loop._swap_versions(run)
     assert (run.served.version, run.registry.get(2).state) == (3, VersionState.ROLLED_BACK)
-    assert supervisor.to_serve(run.registry).number == 3
+    assert supervisor.version_to_serve(run.registry).number == 3
     run.registry.set_state(3, VersionState.ROLLED_BACK)
     publish(run.registry, 4, 1, b"good")
-    assert supervisor.to_serve(run.registry).number == 4, "what a server that dies now would be started with"
+    assert supervisor.version_to_serve(run.registry).number == 4, "what a server that dies now would be started with"
     await close(run)
 
 
@@ -227,10 +227,10 @@ async def test_a_learner_is_started_again_only_where_that_may_help(error: Except
 
 
 def test_every_kind_of_setback_has_its_line(tmp_path: Path) -> None:
-    one = Setback(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
-    FailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
-    assert measure.alerts(tmp_path, 0) == [
+    one = UpdateFailure(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
+    UpdateFailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
+    assert measure.step_alerts(tmp_path, 0) == [
         "step 1: left out groups 3 (2 episodes): non_finite_score",
         "step 1: halted at groups 1, 2 (2 episodes): x; y",
     ]
-    assert measure.alerts(tmp_path, 1) == []
+    assert measure.step_alerts(tmp_path, 1) == []

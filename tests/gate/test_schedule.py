@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ServingError, SwapError
-from agentrl.gate.judgement import concluded
-from agentrl.gate.verdict import Outcome, read_verdict, read_verdicts
+from agentrl.gate.judgement import is_concluded
+from agentrl.gate.verdict import GateOutcome, read_verdict, read_verdicts
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import loop
 from agentrl.version import rollback
@@ -92,9 +92,9 @@ async def test_versions_are_served_while_one_is_judged_up_to_the_next_that_is_du
     assert seen == [2], "version 2 is due, and is served while version 0 is judged; version 3 waits until version 2 can be"
     assert run.gate_server.given == [0, 2, 4]
     assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
-        (0, Outcome.REFERENCE),
-        (2, Outcome.PROMOTED),
-        (4, Outcome.PROMOTED),
+        (0, GateOutcome.REFERENCE),
+        (2, GateOutcome.PROMOTED),
+        (4, GateOutcome.PROMOTED),
     ]
     assert states(run) == ["promoted", "served", "promoted", "served", "promoted", "serving"]
     assert run.player.asked == 0, "the policy's own server was not asked"
@@ -110,7 +110,7 @@ async def test_a_version_that_is_refused_after_newer_ones_serve_is_undone_with_t
     held: list[int] = []
 
     async def learn() -> None:
-        await until(lambda: rollback.pending(tmp_path / "versions", run.registry) is not None and run.served.version == 3)
+        await until(lambda: rollback.pending_request(tmp_path / "versions", run.registry) is not None and run.served.version == 3)
         request = learner_answers(run, 4)
         assert (request.version, request.to) == (2, 0)
         publish(run, 5, 4, "good 5")
@@ -119,12 +119,12 @@ async def test_a_version_that_is_refused_after_newer_ones_serve_is_undone_with_t
     await swapped(run, 6, learn)
     assert states(run) == ["promoted", "rolled_back", "rolled_back", "rolled_back", "promoted", "served", "promoted"]
     assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
-        (0, Outcome.REFERENCE),
-        (2, Outcome.ROLLED_BACK),
-        (4, Outcome.PROMOTED),
-        (6, Outcome.PROMOTED),
+        (0, GateOutcome.REFERENCE),
+        (2, GateOutcome.ROLLED_BACK),
+        (4, GateOutcome.PROMOTED),
+        (6, GateOutcome.PROMOTED),
     ]
-    assert concluded(run) and held == [0, 2, 4, 6]
+    assert is_concluded(run) and held == [0, 2, 4, 6]
     await plain.close(run)
 
 
@@ -165,7 +165,7 @@ async def test_an_interrupted_run_gives_the_judgement_up_and_the_next_one_makes_
     await swapped(run, 4)
     assert states(run)[2] == "promoted"
     found = read_verdict(tmp_path, 4)
-    assert found is not None and found.outcome is Outcome.ROLLED_BACK and found.reference == 2
+    assert found is not None and found.outcome is GateOutcome.ROLLED_BACK and found.reference == 2
     await plain.close(run)
 
 
@@ -182,11 +182,11 @@ async def test_an_interrupt_ends_the_wait_for_the_last_judgement(tmp_path: Path)
         run.interrupted = True
 
     await swapped(run, 1, interrupt)
-    assert read_verdict(tmp_path, 1) is None and not concluded(run)
+    assert read_verdict(tmp_path, 1) is None and not is_concluded(run)
     run.interrupted = False
     run.held_up.clear()
     await swapped(run, 1)
-    assert concluded(run)
+    assert is_concluded(run)
     await plain.close(run)
 
 
@@ -236,7 +236,7 @@ async def test_a_version_that_is_retracted_while_it_is_judged_is_judged_again_wi
     await swapped(run, 4, retract)
     assert run.gate_server.given == [0, 2, 2, 4]
     found = read_verdict(tmp_path, 2)
-    assert found is not None and found.outcome is Outcome.PROMOTED and found.sha256 == run.registry.get(2).sha256
+    assert found is not None and found.outcome is GateOutcome.PROMOTED and found.sha256 == run.registry.get(2).sha256
     assert run.registry.get(2).state is VersionState.PROMOTED
     await plain.close(run)
 
@@ -262,7 +262,7 @@ async def test_a_version_that_is_about_to_be_undone_is_not_taken_in(tmp_path: Pa
     run.gate_server.refuses = lambda version: SwapError("not finite") if version.number == 4 else None
 
     async def learn() -> None:
-        await until(lambda: rollback.pending(tmp_path / "versions", run.registry) is not None and run.served.version == 4)
+        await until(lambda: rollback.pending_request(tmp_path / "versions", run.registry) is not None and run.served.version == 4)
         await asyncio.sleep(0.2)
         learner_answers(run, 5)
         publish(run, 6, 5, "good 6")
@@ -295,9 +295,9 @@ async def test_a_version_that_is_retracted_before_its_turn_is_judged_when_the_sa
 
     await swapped(run, 5, retract)
     assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
-        (0, Outcome.REFERENCE),
-        (2, Outcome.PROMOTED),
-        (4, Outcome.PROMOTED),
+        (0, GateOutcome.REFERENCE),
+        (2, GateOutcome.PROMOTED),
+        (4, GateOutcome.PROMOTED),
     ]
     assert not any("is not judged" in said for said in run.tracker.said)
     await plain.close(run)

@@ -14,7 +14,7 @@ from agentrl.errors import SwapError
 from agentrl.gate.server import GateServer
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.version import FolderRegistry
-from agentrl.version.server_address import announced
+from agentrl.version.server_address import announced_server
 from tests.serving.test_loss_of_a_server import ScriptedChannel, ScriptedServer, open_registry
 from tests.serving.test_loss_of_a_server import scripted as scripted
 from tests.serving.test_server_pool import RECIPE
@@ -44,7 +44,7 @@ async def test_it_takes_versions_in_without_a_word_to_registry_and_learner(tmp_p
         await server.serve(first)
         assert server.policy.version == 1
         assert [version.state for version in registry.versions()] == [VersionState.SERVING, VersionState.CANDIDATE]
-        assert announced(tmp_path) is None, "the learner sends weights to the policy's server alone"
+        assert announced_server(tmp_path) is None, "the learner sends weights to the policy's server alone"
         assert len(ScriptedServer.started) == 1
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent.rendering import Renderer
 from agentrl.agent.template_probe import TOOL
-from agentrl.gateway import Session, Tokens, chat_completions
+from agentrl.gateway import ConversationTokens, Session, chat_completions
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall
 from agentrl.records.sampling import Sampling
@@ -58,7 +58,7 @@ class Model:
 class Client:
     """An agent that sends a whole conversation each time: the opening, then what is shown after each turn."""
 
-    tokens: Tokens
+    tokens: ConversationTokens
     asked: str
     shown: Sequence[Sequence[dict[str, Any]]]
     session: Session | None = None
@@ -83,7 +83,7 @@ class Client:
 
 
 def lead(name: str, asked: str, said: Sequence[Sequence[int]], shown: Sequence[Sequence[dict[str, Any]]]) -> Outcome:
-    model, client = Model(said), Client(Tokens(chat(name)), asked, shown)
+    model, client = Model(said), Client(ConversationTokens(chat(name)), asked, shown)
     runner = EpisodeRunner(
         agent=client,
         policy=ReplayPolicy(model),

@@ -19,9 +19,9 @@ import pytest
 
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import ServingError, UserError
-from agentrl.gateway import Gateway, Outside, posted_reward
-from agentrl.gateway.request import Refused
-from agentrl.gateway.rewards import REWARDS
+from agentrl.gateway import ExternalProgram, Gateway, posted_reward
+from agentrl.gateway.request import RequestError
+from agentrl.gateway.rewards import POSTED_REWARDS
 from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
@@ -110,7 +110,7 @@ def run(tokenizer: Any, task: Task, tmp_path: Path) -> Run:
         port = options.pop("reached", None) or free_port()
         python = sys.executable if where is None else "python3"
         given: dict[str, Any] = {"command": [python, "agent.py"], "files": {"agent.py": str(path)}, "port": port, **options}
-        agent = Outside(chat=chat_of(tokenizer), **given)
+        agent = ExternalProgram(chat=chat_of(tokenizer), **given)
         (tmp_path / "work").mkdir(exist_ok=True)
         runner = EpisodeRunner(
             agent=agent,
@@ -245,7 +245,7 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
 )
 def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Outside(chat=chat_of(tokenizer), **{"command": ["true"], **options})
+        ExternalProgram(chat=chat_of(tokenizer), **{"command": ["true"], **options})
 
 
 @pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds", "tools.words"])
@@ -262,9 +262,9 @@ def test_what_does_nothing_for_a_program_is_refused(key: str, tmp_path: Path) ->
         "tools.words": {"python": {"description": "x"}},
     }
     check_parts(base.but({key: asked[key]}))  # it does something with the agent that ships
-    outside = base.but({"rollout.agent": "agentrl.gateway:Outside", "rollout.agent_options": options})
+    outside = base.but({"rollout.agent": "agentrl.gateway:ExternalProgram", "rollout.agent_options": options})
     check_parts(outside)
-    with pytest.raises(UserError, match=f"{re.escape(key)} does nothing with rollout.agent=agentrl.gateway:Outside"):
+    with pytest.raises(UserError, match=f"{re.escape(key)} does nothing with rollout.agent=agentrl.gateway:ExternalProgram"):
         check_parts(outside.but({key: asked[key]}))
 
 
@@ -299,8 +299,8 @@ except urllib.error.HTTPError as error:
     episode = await run(tries, answered, port=port, reached=port, reward_key_file=str(kept))
     await posting[0]
     assert episode.answer == "401" and statuses == [400, 400, 400, 404, 200]
-    with pytest.raises(Refused, match="already"):
-        REWARDS.post("e", {"value": 1.0})
+    with pytest.raises(RequestError, match="already"):
+        POSTED_REWARDS.post("e", {"value": 1.0})
     score = await posted_reward(task, episode)
     assert (score.value, score.parts) == (0.5, {"speed": 1.0})
     assert (await posted_reward(task, replace(episode, id="unknown"))).value is None

@@ -10,26 +10,26 @@ import pytest
 
 from agentrl.errors import UserError
 from agentrl.judge import agreement as stats
-from agentrl.judge.agreement import Table, corrected, informedness, kappa, partial_correlation, reliability
-from agentrl.judge.calibrate import Verdict, _calibration
-from agentrl.judge.calibration import Calibration, Measured
+from agentrl.judge.agreement import AgreementTable, corrected_rate, informedness, kappa, partial_correlation, reliability
+from agentrl.judge.calibrate import LabelledVerdict, _calibration
+from agentrl.judge.calibration import Calibration, IntervalEstimate
 
 
-def drawn(n: int, *, rate: float, se: float, sp: float, seed: int) -> Table:
+def drawn(n: int, *, rate: float, se: float, sp: float, seed: int) -> AgreementTable:
     """A judge with this sensitivity and specificity on n answers, of which a share is right."""
     draw = random.Random(seed)
     labels = [draw.random() < rate for _ in range(n)]
-    return Table.of([(label, draw.random() < (se if label else 1 - sp)) for label in labels])
+    return AgreementTable.of([(label, draw.random() < (se if label else 1 - sp)) for label in labels])
 
 
-def tables(sims: int, n: int, **how: float) -> Iterator[Table]:
+def tables(sims: int, n: int, **how: float) -> Iterator[AgreementTable]:
     for seed in range(sims):
         table = drawn(n, seed=seed, **how)  # type: ignore[arg-type]
         if table.rights and table.wrongs:
             yield table
 
 
-def calibration(table: Table) -> Calibration:
+def calibration(table: AgreementTable) -> Calibration:
     cells = (
         (True, 1.0, table.right_right),
         (True, 0.0, table.right_wrong),
@@ -37,21 +37,21 @@ def calibration(table: Table) -> Calibration:
         (False, 0.0, table.wrong_wrong),
     )
     said = [(label, score) for label, score, count in cells for _ in range(count)]
-    verdicts = [Verdict(label=label, score=score, task_id=f"t{number}") for number, (label, score) in enumerate(said)]
+    verdicts = [LabelledVerdict(label=label, score=score, task_id=f"t{number}") for number, (label, score) in enumerate(said)]
     return _calibration(None, verdicts, reference="r", labels_sha256="", threshold=0.5)
 
 
-def holds(one: Measured, truth: float) -> bool:
+def holds(one: IntervalEstimate, truth: float) -> bool:
     return one.low <= truth <= one.high
 
 
 def test_kappa_is_cohens_and_its_interval_holds_also_for_perfect_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(right_right=20, right_wrong=5, wrong_right=10, wrong_wrong=15)  # Cohen's own example: 0.4
+    table = AgreementTable(right_right=20, right_wrong=5, wrong_right=10, wrong_wrong=15)  # Cohen's own example: 0.4
     assert kappa(table).value == pytest.approx(0.4) and kappa(table) == kappa(table)
-    perfect = kappa(Table(right_right=20, right_wrong=0, wrong_right=0, wrong_wrong=20))
+    perfect = kappa(AgreementTable(right_right=20, right_wrong=0, wrong_right=0, wrong_wrong=20))
     assert perfect.value == perfect.high == 1.0 and 0.7 < perfect.low < 0.95
     with pytest.raises(ValueError):
-        kappa(Table(right_right=9, right_wrong=0, wrong_right=0, wrong_wrong=0))
+        kappa(AgreementTable(right_right=9, right_wrong=0, wrong_right=0, wrong_wrong=0))
     monkeypatch.setattr(stats, "_DRAWS", 400)
     for rate, se, sp in ((0.5, 0.9, 0.9), (0.8, 0.95, 0.6), (0.5, 0.5, 0.5)):
         yes = rate * se + (1 - rate) * (1 - sp)
@@ -81,16 +81,16 @@ def test_a_corrected_rate_is_the_true_one_within_its_interval(truth: float, se: 
     held, middle = [], []
     for seed, table in enumerate(tables(600, labels, rate=0.5, se=se, sp=sp)):
         passed = drawn(judged, rate=truth, se=se, sp=sp, seed=10_000 + seed)
-        rate = corrected(passed.right_right + passed.wrong_right, judged, _counted(table))
+        rate = corrected_rate(passed.right_right + passed.wrong_right, judged, _counted(table))
         held.append(holds(rate, truth))
         middle.append(rate.value)
     assert 0.93 < sum(held) / len(held) <= 1.0
     assert sum(middle) / len(middle) == pytest.approx(truth, abs=0.03), "the judge itself would say rate * se + (1 - rate) * (1 - sp)"
 
 
-def _counted(table: Table) -> Calibration:
+def _counted(table: AgreementTable) -> Calibration:
     """A calibration with these counts; the kappa, which takes long, is not looked at."""
-    one = Measured(value=0.0, low=0.0, high=0.0, n=table.n)
+    one = IntervalEstimate(value=0.0, low=0.0, high=0.0, n=table.n)
     return replace(
         _EMPTY,
         right_right=table.right_right,
@@ -105,7 +105,7 @@ def _counted(table: Table) -> Calibration:
     )
 
 
-_EMPTY = calibration(Table(right_right=2, right_wrong=1, wrong_right=1, wrong_wrong=2))
+_EMPTY = calibration(AgreementTable(right_right=2, right_wrong=1, wrong_right=1, wrong_wrong=2))
 
 
 def test_many_labels_of_a_task_are_worth_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_many_labels_of_a_task_are_worth_few(monkeypatch: pytest.MonkeyPatch) ->
         draw, verdicts = random.Random(seed), []
         for task in range(40):
             right = draw.random() < 0.85
-            verdicts += [Verdict(label=n % 2 == 0, score=float((n % 2 == 0) == right), task_id=f"t{task}") for n in range(10)]
+            verdicts += [LabelledVerdict(label=n % 2 == 0, score=float((n % 2 == 0) == right), task_id=f"t{task}") for n in range(10)]
         made = _calibration(None, verdicts, reference="r", labels_sha256="", threshold=0.5)
         held["agreement"].append(holds(made.agreement, 0.85))
         held["informedness"].append(holds(made.informedness, 0.7))
@@ -125,21 +125,21 @@ def test_many_labels_of_a_task_are_worth_few(monkeypatch: pytest.MonkeyPatch) ->
     assert rates["agreement"] > 0.92 and rates["informedness"] > 0.92 and rates["plain"] < 0.6, rates
 
     pairs = [(True, True), (False, True)]
-    alone = stats.Effects.of([str(number) for number in range(40)], pairs * 20)
-    assert alone == stats.Effects(), "one label of each task: nothing changes"
-    perfect = stats.Effects.of([str(number // 8) for number in range(64)], [(True, True), (False, False)] * 32)
+    alone = stats.DesignEffects.of([str(number) for number in range(40)], pairs * 20)
+    assert alone == stats.DesignEffects(), "one label of each task: nothing changes"
+    perfect = stats.DesignEffects.of([str(number // 8) for number in range(64)], [(True, True), (False, False)] * 32)
     assert perfect.agreement == perfect.informedness == 8.0, "no error was seen, and each task counts once"
-    one = stats.Effects.of(["t"] * 64, [(True, True), (False, False), (True, False), (False, False)] * 16)
-    assert one.agreement == 64.0 and informedness(Table.of([(True, True), (False, False)] * 32), effect=one.informedness).low < 0
+    one = stats.DesignEffects.of(["t"] * 64, [(True, True), (False, False), (True, False), (False, False)] * 16)
+    assert one.agreement == 64.0 and informedness(AgreementTable.of([(True, True), (False, False)] * 32), effect=one.informedness).low < 0
 
 
 def test_rates_of_a_judge_that_may_be_a_coin_are_not_corrected() -> None:
-    coin = calibration(Table(right_right=26, right_wrong=24, wrong_right=25, wrong_wrong=25))
-    assert coin.by_chance and not calibration(Table(right_right=40, right_wrong=10, wrong_right=10, wrong_wrong=40)).by_chance
+    coin = calibration(AgreementTable(right_right=26, right_wrong=24, wrong_right=25, wrong_wrong=25))
+    assert coin.by_chance and not calibration(AgreementTable(right_right=40, right_wrong=10, wrong_right=10, wrong_wrong=40)).by_chance
     with pytest.raises(UserError, match="better than chance"):
-        corrected(50, 100, coin)
+        corrected_rate(50, 100, coin)
     with pytest.raises(UserError, match="no rate"):
-        corrected(101, 100, _EMPTY)
+        corrected_rate(101, 100, _EMPTY)
 
 
 def test_a_coin_is_hardly_ever_taken_for_a_judge() -> None:

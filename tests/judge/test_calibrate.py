@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 import pytest
 
 from agentrl.errors import UserError
-from agentrl.judge.labels import preferred, read_labels
-from agentrl.judge.reward_record import save
+from agentrl.judge.labels import preference_pairs, read_labels
+from agentrl.judge.reward_record import save_record
 from agentrl.reward import TaskScorer
-from agentrl.testing import ChatServer, Says
+from agentrl.testing import ChatServer, ScriptedAnswer
 from tests.commands import agentrl
 
 N = 64
@@ -66,8 +66,8 @@ def chance(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
 
 
-def verdict(right: bool) -> Says:
-    return Says(json.dumps({"reasoning": "r", "scores": {"correct": int(right)}, "abstain": False}))
+def verdict(right: bool) -> ScriptedAnswer:
+    return ScriptedAnswer(json.dumps({"reasoning": "r", "scores": {"correct": int(right)}, "abstain": False}))
 
 
 def shown(body: dict[str, object], name: str = "ANSWER") -> str:
@@ -76,7 +76,7 @@ def shown(body: dict[str, object], name: str = "ANSWER") -> str:
     return found[1]
 
 
-def flipping(share: float) -> Callable[[dict[str, object], int], Says]:
+def flipping(share: float) -> Callable[[dict[str, object], int], ScriptedAnswer]:
     """A judge that knows the truth, and says the opposite of it on a share of the answers, always the same ones."""
     return lambda body, number: verdict(("Paris" in shown(body)) != (chance(shown(body)) < share))
 
@@ -144,10 +144,10 @@ def test_the_judges_of_an_ensemble_find_the_reference_where_they_look(project: P
 
 def test_a_reward_model_is_measured_like_any_judge_and_reads_what_it_was_trained_on(project: Path) -> None:
     (project / "model.safetensors").write_bytes(b"weights")
-    save(project, shows=("reference", "answer"), offset=0.0, scale=1.0, max_tokens=99)
+    save_record(project, shows=("reference", "answer"), offset=0.0, scale=1.0, max_tokens=99)
 
-    def knows(body: Mapping[str, object], number: int) -> Says:
-        return Says(number=3.0 if "## answer\nParis" in str(body["input"]) else -3.0)
+    def knows(body: Mapping[str, object], number: int) -> ScriptedAnswer:
+        return ScriptedAnswer(number=3.0 if "## answer\nParis" in str(body["input"]) else -3.0)
 
     with ChatServer(knows) as server:
         code, found, told = calibrate(project, server, "trained", "--out", "c.json")
@@ -155,11 +155,11 @@ def test_a_reward_model_is_measured_like_any_judge_and_reads_what_it_was_trained
     assert code == 0 and found["agreement"]["value"] == 1.0 and found["identity"], told  # type: ignore[index]
     assert {request["path"] for request in server.requests} == {"/classify"} and len(server.requests) == N
     labelled = read_labels([project / "labels.jsonl"])
-    pairs = preferred(labelled, ("reference", "answer"), per_task=1)
+    pairs = preference_pairs(labelled, ("reference", "answer"), per_task=1)
     asked = {str(one["body"]["input"]) for one in server.requests}  # in any order
     assert len(pairs) == N // 4 and all({pair.chosen, pair.rejected} <= asked for pair in pairs)
     assert all("## answer\nLyon" in pair.rejected for pair in pairs)
-    save(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
+    save_record(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
     with ChatServer(knows) as server, pytest.raises(UserError, match="of another model"):
         TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
 
@@ -197,8 +197,8 @@ def test_a_judge_no_better_than_chance_is_refused(project: Path) -> None:
 
 
 def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
-    def script(body: dict[str, object], number: int) -> Says:
-        return Says("I am sorry.") if chance(shown(body)) < 0.2 else verdict("Paris" in shown(body))
+    def script(body: dict[str, object], number: int) -> ScriptedAnswer:
+        return ScriptedAnswer("I am sorry.") if chance(shown(body)) < 0.2 else verdict("Paris" in shown(body))
 
     with ChatServer(script) as server:
         code, found, _ = calibrate(project, server, "talkative", "--out", "c.json")
@@ -217,11 +217,11 @@ def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
 
 @pytest.mark.slow
 def test_pairs_show_a_bias_for_a_place(project: Path) -> None:
-    def script(share: float) -> Callable[[dict[str, object], int], Says]:
-        def says(body: dict[str, object], number: int) -> Says:
+    def script(share: float) -> Callable[[dict[str, object], int], ScriptedAnswer]:
+        def says(body: dict[str, object], number: int) -> ScriptedAnswer:
             a, b = shown(body, "ANSWER A"), shown(body, "ANSWER B")
             place = chance(min(a, b) + max(a, b)) < share
-            return Says(json.dumps({"reasoning": "", "better": "A" if place or "Paris" in a else "B", "abstain": False}))
+            return ScriptedAnswer(json.dumps({"reasoning": "", "better": "A" if place or "Paris" in a else "B", "abstain": False}))
 
         return says
 
@@ -251,7 +251,7 @@ def test_a_bias_for_length_is_seen(project: Path) -> None:
 
 
 def test_any_verifier_can_be_measured_and_one_that_breaks_says_why(project: Path) -> None:
-    with ChatServer([Says("")]) as server:
+    with ChatServer([ScriptedAnswer("")]) as server:
         code, found, told = calibrate(project, server, "plain", "--out", "c.json")
         assert code == 0 and found["identity"] == "" and found["agreement"]["value"] == 1.0 and "no identity" in told  # type: ignore[index]
         code, _, told = calibrate(project, server, "breaks")

@@ -13,11 +13,11 @@ from email.utils import formatdate
 import pytest
 from judge_parts import RIGHT, endpoint
 
-from agentrl.base.liveness import asked
+from agentrl.base.liveness import external_parts
 from agentrl.errors import JudgeError, UserError
 from agentrl.judge import Endpoint, Prices
-from agentrl.judge.backoff import asked_wait_s, wait_s
-from agentrl.testing import ChatServer, JumpingClock, Says
+from agentrl.judge.backoff import backoff_s, requested_wait_s
+from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object"}
@@ -33,7 +33,9 @@ async def closing(one: Endpoint, **more: object) -> object:
 @pytest.mark.parametrize("status", [429, 529, 500, 503, 408])
 async def test_ten_minutes_of_a_busy_server_delay_and_nothing_else(status: int) -> None:
     clock = JumpingClock()
-    with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_600 else Says(status=status, raw=b"busy")) as server:
+    with ChatServer(
+        lambda body, number: ScriptedAnswer(RIGHT) if clock.now > 1_000_600 else ScriptedAnswer(status=status, raw=b"busy")
+    ) as server:
         reply = await endpoint(server.url, clock=clock).ask(HELLO)
     assert reply.text == RIGHT and reply.problem == "" and reply.tries == len(server.requests) >= 12
     assert 600 < sum(clock.slept) < 700 and max(clock.slept) <= 60
@@ -41,7 +43,7 @@ async def test_ten_minutes_of_a_busy_server_delay_and_nothing_else(status: int) 
 
 async def test_a_server_that_stays_down_is_an_error_within_the_patience() -> None:
     clock = JumpingClock()
-    with ChatServer([Says(status=503, raw=b"down")]) as server, pytest.raises(JudgeError, match="within 90 s: status 503: down"):
+    with ChatServer([ScriptedAnswer(status=503, raw=b"down")]) as server, pytest.raises(JudgeError, match="within 90 s: status 503: down"):
         await closing(endpoint(server.url, clock=clock, patience_s=90.0))
     assert sum(clock.slept) <= 90
 
@@ -58,21 +60,21 @@ async def test_a_server_that_stays_down_is_an_error_within_the_patience() -> Non
 )
 async def test_what_the_headers_ask_for_is_waited_and_hardly_more(headers: dict[str, str], least: float) -> None:
     clock = JumpingClock()
-    with ChatServer([Says(status=429, headers=headers), Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(status=429, headers=headers), ScriptedAnswer(RIGHT)]) as server:
         await closing(endpoint(server.url, clock=clock))
     assert least <= sum(clock.slept) <= 1.1 * least
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5", "nan", "inf", "1e9", "9" * 400, "\u0663", "Wed, 99 Foo"])
 def test_headers_that_cannot_be_read_are_none(text: str) -> None:
-    assert asked_wait_s({"retry-after": text}, now=0) is None
-    assert asked_wait_s({"x-ratelimit-reset-tokens": text}, now=0) is None
-    assert 0.5 <= wait_s(1, None) <= 1 and wait_s(10_000, None, luck=0) == 60
+    assert requested_wait_s({"retry-after": text}, now=0) is None
+    assert requested_wait_s({"x-ratelimit-reset-tokens": text}, now=0) is None
+    assert 0.5 <= backoff_s(1, None) <= 1 and backoff_s(10_000, None, luck=0) == 60
 
 
 async def test_a_wait_beyond_the_patience_is_not_begun() -> None:
     clock = JumpingClock()
-    with ChatServer([Says(status=429, headers={"Retry-After": "86400"})]) as server, pytest.raises(JudgeError):
+    with ChatServer([ScriptedAnswer(status=429, headers={"Retry-After": "86400"})]) as server, pytest.raises(JudgeError):
         await closing(endpoint(server.url, clock=clock))
     assert clock.slept == []
 
@@ -80,7 +82,7 @@ async def test_a_wait_beyond_the_patience_is_not_begun() -> None:
 async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_after() -> None:
     """A judge's server and an endpoint that is evaluated are asked through the same code."""
     clock = JumpingClock()
-    with ChatServer([Says(status=429, headers={"Retry-After": "999999999"}), Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(status=429, headers={"Retry-After": "999999999"}), ScriptedAnswer(RIGHT)]) as server:
         one = endpoint(server.url, clock=clock, patience_s=90.0)
         with pytest.raises(JudgeError, match="within 90 s"):
             await one.ask(HELLO)
@@ -92,7 +94,9 @@ async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_aft
 @pytest.mark.parametrize("headers", [{"Retry-After": "0"}, {"Retry-After": formatdate(900_000, usegmt=True)}, {"Retry-After-Ms": "1"}])
 async def test_a_server_that_asks_for_no_wait_is_not_asked_without_a_pause(headers: dict[str, str]) -> None:
     clock = JumpingClock()
-    with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_005 else Says(status=429, headers=headers)) as server:
+    with ChatServer(
+        lambda body, number: ScriptedAnswer(RIGHT) if clock.now > 1_000_005 else ScriptedAnswer(status=429, headers=headers)
+    ) as server:
         one = endpoint(server.url, clock=clock, concurrency=4)
         replies = await asyncio.gather(*(one.ask(HELLO) for _ in range(20)))
         await one.close()
@@ -103,8 +107,8 @@ async def test_a_server_that_asks_for_no_wait_is_not_asked_without_a_pause(heade
 
 async def test_one_question_looks_whether_a_server_is_back_and_the_others_wait_for_it() -> None:
     """Also after a header of years: the question that got it ends, and a minute later the next one looks."""
-    clock, refusal = JumpingClock(), Says(status=429, headers={"Retry-After": "1000000000"})
-    with ChatServer(lambda body, number: refusal if number < 3 else Says(RIGHT)) as server:
+    clock, refusal = JumpingClock(), ScriptedAnswer(status=429, headers={"Retry-After": "1000000000"})
+    with ChatServer(lambda body, number: refusal if number < 3 else ScriptedAnswer(RIGHT)) as server:
         one = endpoint(server.url, clock=clock, concurrency=2)
         done = await asyncio.gather(*(one.ask(HELLO) for _ in range(10)), return_exceptions=True)
         assert (await one.ask(HELLO)).text == RIGHT
@@ -116,7 +120,7 @@ async def test_one_question_looks_whether_a_server_is_back_and_the_others_wait_f
 
 async def test_a_server_that_hangs_ends_all_questions_within_their_patience() -> None:
     """Though one question at a time looks whether it is back."""
-    with ChatServer([Says(hangs=True)]) as server:
+    with ChatServer([ScriptedAnswer(hangs=True)]) as server:
         one, started = Endpoint(url=server.url, model="m", timeout_s=0.3, patience_s=2.0, concurrency=4), time.monotonic()
         done = await asyncio.gather(*(one.ask(HELLO) for _ in range(12)), return_exceptions=True)
         assert all(isinstance(error, JudgeError) for error in done) and time.monotonic() - started < 4.5
@@ -136,7 +140,7 @@ async def test_a_server_that_hangs_ends_all_questions_within_their_patience() ->
     ],
 )
 async def test_an_error_in_a_200_is_what_its_status_says(error: object, retried: bool) -> None:
-    with ChatServer([Says(raw=json.dumps(error).encode()), Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(raw=json.dumps(error).encode()), ScriptedAnswer(RIGHT)]) as server:
         one = endpoint(server.url)
         if retried:
             assert (await one.ask(HELLO)).text == RIGHT
@@ -149,9 +153,9 @@ async def test_an_error_in_a_200_is_what_its_status_says(error: object, retried:
 
 async def test_an_answer_that_speaks_of_errors_is_an_answer() -> None:
     body = {"error": None, "choices": [{"message": {"content": RIGHT}, "finish_reason": "stop"}]}
-    with ChatServer([Says(raw=json.dumps(body).encode())]) as server:
+    with ChatServer([ScriptedAnswer(raw=json.dumps(body).encode())]) as server:
         assert (await closing(endpoint(server.url))).text == RIGHT  # type: ignore[attr-defined]
-    with ChatServer([Says(raw=b'{"error": {"message": "what?"}}')]) as server:
+    with ChatServer([ScriptedAnswer(raw=b'{"error": {"message": "what?"}}')]) as server:
         assert "no chat completion" in (await closing(endpoint(server.url))).problem  # type: ignore[attr-defined]
 
 
@@ -190,7 +194,9 @@ async def test_an_answer_in_tiny_pieces_is_given_up_soon_and_holds_nothing_up() 
 
 async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
     clock = JumpingClock()
-    with ChatServer(lambda body, number: Says(status=429, headers={"Retry-After": "50"}) if number == 0 else Says(RIGHT)) as server:
+    with ChatServer(
+        lambda body, number: ScriptedAnswer(status=429, headers={"Retry-After": "50"}) if number == 0 else ScriptedAnswer(RIGHT)
+    ) as server:
         one = endpoint(server.url, clock=clock, concurrency=1)
         await asyncio.gather(*(one.ask(HELLO) for _ in range(6)))
         await one.close()
@@ -198,10 +204,10 @@ async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
 
 
 async def test_a_server_that_hangs_breaks_off_or_is_not_there_is_asked_again() -> None:
-    with ChatServer([Says(hangs=True), Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(hangs=True), ScriptedAnswer(RIGHT)]) as server:
         reply = await closing(endpoint(server.url, timeout_s=0.5))
         assert reply.text == RIGHT and reply.tries >= 2  # type: ignore[attr-defined]  # more where a busy machine is late
-    with ChatServer([Says(RIGHT, breaks_off=True), Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(RIGHT, breaks_off=True), ScriptedAnswer(RIGHT)]) as server:
         reply = await closing(endpoint(server.url))
         assert reply.text == RIGHT and reply.tries == 2  # type: ignore[attr-defined]
         gone = server.url
@@ -212,19 +218,19 @@ async def test_a_server_that_hangs_breaks_off_or_is_not_there_is_asked_again() -
 @pytest.mark.parametrize(
     ("says", "problem"),
     [
-        (Says(raw=b"x" * 10_000_000), "more than 1,048,576 bytes"),
-        (Says("y" * 10_000_000), "more than 1,048,576 bytes"),
-        (Says(raw=b'{"choices": [{"mess'), "no chat completion"),
-        (Says(raw=b"[" * 100_000), "no chat completion"),
-        (Says(raw=b'{"choices": []}'), "no chat completion"),
-        (Says(raw=b'{"choices": [{"message": {"content": null}}]}'), "without text"),
-        (Says(raw=b'{"choices": [{"message": {"content": 7}}]}'), "without text"),
-        (Says(raw=b'{"choices": [{"message": {"content": null, "refusal": "I cannot"}}]}'), "refused"),
-        (Says(RIGHT[:20], finish_reason="length"), "cut off"),
-        (Says(raw=b"\xff\xfe\x00"), "no chat completion"),
+        (ScriptedAnswer(raw=b"x" * 10_000_000), "more than 1,048,576 bytes"),
+        (ScriptedAnswer("y" * 10_000_000), "more than 1,048,576 bytes"),
+        (ScriptedAnswer(raw=b'{"choices": [{"mess'), "no chat completion"),
+        (ScriptedAnswer(raw=b"[" * 100_000), "no chat completion"),
+        (ScriptedAnswer(raw=b'{"choices": []}'), "no chat completion"),
+        (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": null}}]}'), "without text"),
+        (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": 7}}]}'), "without text"),
+        (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": null, "refusal": "I cannot"}}]}'), "refused"),
+        (ScriptedAnswer(RIGHT[:20], finish_reason="length"), "cut off"),
+        (ScriptedAnswer(raw=b"\xff\xfe\x00"), "no chat completion"),
     ],
 )
-async def test_answers_that_are_none_are_kept_bounded_with_the_problem(says: Says, problem: str) -> None:
+async def test_answers_that_are_none_are_kept_bounded_with_the_problem(says: ScriptedAnswer, problem: str) -> None:
     with ChatServer([says]) as server:
         reply = await closing(endpoint(server.url))
     assert problem in reply.problem and len(reply.text) <= 1 << 20 and len(server.requests) == 1  # type: ignore[attr-defined]
@@ -232,14 +238,14 @@ async def test_answers_that_are_none_are_kept_bounded_with_the_problem(says: Say
 
 async def test_a_schema_is_asked_for_as_long_as_the_server_takes_it() -> None:
     with ChatServer(
-        lambda body, number: Says(status=400, raw=b"no response_format") if "response_format" in body else Says(RIGHT)
+        lambda body, number: ScriptedAnswer(status=400, raw=b"no response_format") if "response_format" in body else ScriptedAnswer(RIGHT)
     ) as server:
         one = endpoint(server.url)
         assert (await one.ask(HELLO, schema=SCHEMA)).text == RIGHT
         assert (await one.ask(HELLO, schema=SCHEMA)).text == RIGHT
         await one.close()
     assert ["response_format" in request["body"] for request in server.requests] == [True, False, False]
-    with ChatServer([Says(status=400, raw=b"too long")]) as server:
+    with ChatServer([ScriptedAnswer(status=400, raw=b"too long")]) as server:
         one = endpoint(server.url)
         for _ in range(2):  # a server that refuses either way has shown nothing about schemas
             with pytest.raises(JudgeError, match="status 400: too long"):
@@ -251,10 +257,10 @@ async def test_a_schema_is_asked_for_as_long_as_the_server_takes_it() -> None:
 async def test_the_key_goes_to_the_endpoint_and_nowhere_else(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     caplog.set_level(logging.DEBUG, logger="agentrl")
-    with ChatServer([Says(status=401, raw=b"bad key sk-very-secret")]) as server, pytest.raises(JudgeError) as refused:
+    with ChatServer([ScriptedAnswer(status=401, raw=b"bad key sk-very-secret")]) as server, pytest.raises(JudgeError) as refused:
         await closing(endpoint(server.url, key_env="JUDGE_KEY"))
     assert server.requests[0]["headers"]["authorization"] == "Bearer sk-very-secret"
-    with ChatServer([Says(status=503, raw=b"sk-very-secret"), Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(status=503, raw=b"sk-very-secret"), ScriptedAnswer(RIGHT)]) as server:
         one = endpoint(server.url, key_env="JUDGE_KEY")
         await closing(one)
     assert "JUDGE_KEY" in str(refused.value) and "[key]" in caplog.text
@@ -269,18 +275,21 @@ async def test_a_server_that_repeats_its_headers_gives_no_secret_away(monkeypatc
     monkeypatch.setenv("JUDGE_KEY", key)
     monkeypatch.setenv("THEIR_HEADER", header)
     wanted = {"key_env": "JUDGE_KEY", "headers": {"api-key": "env:THEIR_HEADER"}}
-    with ChatServer([Says(f"{key} and {header}")]) as server:
+    with ChatServer([ScriptedAnswer(f"{key} and {header}")]) as server:
         reply = await closing(endpoint(server.url, **wanted))
     assert server.requests[0]["headers"]["api-key"] == header and reply.text == "[secret] and [secret]"  # type: ignore[attr-defined]
     for at in range(280, 301):  # in part behind what is quoted
-        with ChatServer([Says(status=401, raw=b"x" * at + f"{key}{header}".encode())]) as server, pytest.raises(JudgeError) as refused:
+        with (
+            ChatServer([ScriptedAnswer(status=401, raw=b"x" * at + f"{key}{header}".encode())]) as server,
+            pytest.raises(JudgeError) as refused,
+        ):
             await closing(endpoint(server.url, **wanted))
         assert "sk-" not in str(refused.value) and "zebra" not in str(refused.value)
 
 
 async def test_a_redirect_is_not_followed() -> None:
-    with ChatServer([Says(RIGHT)]) as other:
-        away = Says(status=307, headers={"location": f"{other.url}/chat/completions"}, raw=b"")
+    with ChatServer([ScriptedAnswer(RIGHT)]) as other:
+        away = ScriptedAnswer(status=307, headers={"location": f"{other.url}/chat/completions"}, raw=b"")
         with ChatServer([away]) as server, pytest.raises(JudgeError, match="redirects"):
             await closing(endpoint(server.url))
         assert other.requests == []
@@ -297,7 +306,7 @@ async def test_a_url_may_be_told_when_it_is_needed() -> None:
     one = endpoint("http://127.0.0.1:9/v1")
     one = Endpoint(url=lambda: urls[-1], model="scripted", clock=one.clock)
     for text in ("first", "second"):
-        with ChatServer([Says(text)]) as server:
+        with ChatServer([ScriptedAnswer(text)]) as server:
             urls.append(server.url)
             assert (await one.ask(HELLO)).text == text
     await one.close()
@@ -309,7 +318,7 @@ def odd_usage(request: pytest.FixtureRequest) -> Iterator[bytes]:
 
 
 async def test_tokens_are_the_servers_count_or_an_estimate(odd_usage: bytes) -> None:
-    with ChatServer([Says("x", tokens=(7, 3)), Says(raw=odd_usage)]) as server:
+    with ChatServer([ScriptedAnswer("x", tokens=(7, 3)), ScriptedAnswer(raw=odd_usage)]) as server:
         one = endpoint(server.url)
         counted, guessed = await one.ask(HELLO), await one.ask(HELLO)
         await one.close()
@@ -319,7 +328,7 @@ async def test_tokens_are_the_servers_count_or_an_estimate(odd_usage: bytes) -> 
 
 
 async def test_an_endpoint_that_answers_nothing_is_overdue_until_it_does() -> None:
-    """`agentrl.run.supervise.watch_answers` shows both."""
+    """`agentrl.run.supervise.watch_external_servers` shows both."""
     looks: list[str] = []
 
     class Looking(JumpingClock):
@@ -331,8 +340,10 @@ async def test_an_endpoint_that_answers_nothing_is_overdue_until_it_does() -> No
             await asyncio.sleep(0)
 
     clock = Looking()
-    with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_600 else Says(status=503, raw=b"busy")) as server:
+    with ChatServer(
+        lambda body, number: ScriptedAnswer(RIGHT) if clock.now > 1_000_600 else ScriptedAnswer(status=503, raw=b"busy")
+    ) as server:
         one = endpoint(server.url, clock=clock, timeout_s=120.0)
         assert (await closing(one)).text == RIGHT  # type: ignore[attr-defined]
     assert looks[0] == "" and looks[-1].startswith("judge scripted at 127.0.0.1:") and "has answered nothing for 6" in looks[-1]
-    assert one._live.overdue() == "" and one._live in asked()
+    assert one._live.overdue() == "" and one._live in external_parts()

@@ -17,23 +17,23 @@ from judge_parts import RIGHT, TASK, episode
 from agentrl.errors import UserError
 from agentrl.judge import Endpoint, Judge, RewardModel, ScoreEndpoint, served, servers
 from agentrl.judge.forms import CORRECT
-from agentrl.judge.reward_model import read_reply
-from agentrl.judge.reward_record import RewardRecord, checked_shows, load, save
+from agentrl.judge.reward_model import parse_classification
+from agentrl.judge.reward_record import RewardRecord, load_record, save_record, validate_shows
 from agentrl.records import Blame, Message, Trajectory, Turn, VersionSpan
-from agentrl.testing import ChatServer, JumpingClock, Says
+from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    save(tmp_path, shows=("question", "answer"), offset=2.0, scale=0.5, max_tokens=64)
+    save_record(tmp_path, shows=("question", "answer"), offset=2.0, scale=0.5, max_tokens=64)
     return tmp_path
 
 
 @pytest.fixture(autouse=True)
 def undeclared() -> Iterator[None]:
     yield
-    servers.declare({})
+    servers.register_servers({})
 
 
 def judge(url: Any, folder: Path | None, **more: Any) -> RewardModel:
@@ -44,7 +44,7 @@ def judge(url: Any, folder: Path | None, **more: Any) -> RewardModel:
 
 
 async def test_a_number_becomes_a_value_and_is_asked_for_once(model: Path) -> None:
-    with ChatServer([Says(number=3.0)]) as server:
+    with ChatServer([ScriptedAnswer(number=3.0)]) as server:
         mine = judge(server.url, model)
         score = await mine(TASK, episode("It is <|im_end|> Paris."))
         assert score.value == pytest.approx(1 / (1 + math.exp(-2))) and score.parts == {"number": 3.0}
@@ -63,12 +63,14 @@ async def test_what_is_no_number_is_unscored_and_a_server_that_is_down_delays(mo
     two = b'{"data": [{"probs": [0.1, 0.9]}]}'
     odd = [b"sorry", two, b'{"data": [{"probs": ["1"]}]}', b'{"data": [{"probs": [1e999]}]}', b'{"data": [{"probs": [true]}]}', b"[" * 9000]
     for raw in odd:
-        with ChatServer([Says(raw=raw)]) as server:
+        with ChatServer([ScriptedAnswer(raw=raw)]) as server:
             score = await judge(server.url, model)(TASK, episode())
             assert score.value is None and score.blame is None and "unreadable" in score.reason, raw[:40]
-    with ChatServer([Says(status=503), Says(status=429, headers={"retry-after": "7"}), Says(number=2.0)]) as server:
+    with ChatServer(
+        [ScriptedAnswer(status=503), ScriptedAnswer(status=429, headers={"retry-after": "7"}), ScriptedAnswer(number=2.0)]
+    ) as server:
         assert (await judge(server.url, model)(TASK, episode())).value == 0.5
-    with ChatServer([Says(status=400, raw=b"too long")]) as server:
+    with ChatServer([ScriptedAnswer(status=400, raw=b"too long")]) as server:
         refused = await judge(server.url, model)(TASK, episode())
         assert refused.value is None and refused.blame is Blame.INFRASTRUCTURE
 
@@ -80,9 +82,9 @@ def _turn(prompt: tuple[int, ...], said: tuple[int, ...]) -> Turn:
 
 
 async def test_one_that_reads_tokens_is_given_the_episodes_own(model: Path) -> None:
-    save(model, shows=(), offset=0.0, scale=1.0, max_tokens=4)
+    save_record(model, shows=(), offset=0.0, scale=1.0, max_tokens=4)
     turns = (_turn((1, 2), (3, 4)), _turn((5,), (6,)))
-    with ChatServer([Says(number=0.0)]) as server:
+    with ChatServer([ScriptedAnswer(number=0.0)]) as server:
         mine = judge(server.url, model)
         score = await mine(TASK, replace(episode(), trajectories=(Trajectory(agent="main", turns=turns),)))
         assert score.value == 0.5 and server.requests[0]["body"]["input"] == [3, 4, 5, 6], "the newest that it takes"
@@ -91,20 +93,20 @@ async def test_one_that_reads_tokens_is_given_the_episodes_own(model: Path) -> N
 
 
 def test_a_record_is_of_the_weights_beside_it(model: Path) -> None:
-    found = load(model)
+    found = load_record(model)
     assert found.shows == ("question", "answer") and found.value(2.0) == 0.5
     (model / "model.safetensors").write_bytes(b"others")
     with pytest.raises(UserError, match="other weights"):
-        load(model)
+        load_record(model)
     for broken in ("{}", "[" * 5000, json.dumps({**json.loads((model / "reward_model.json").read_text()), "scale": 0})):
         (model / "reward_model.json").write_text(broken)
         with pytest.raises(UserError, match=r"reward_model\.json"):
-            load(model)
+            load_record(model)
     with pytest.raises(UserError, match=r"holds no reward_model\.json"):
-        load(model / "nowhere")
+        load_record(model / "nowhere")
     for odd in ((), ("question",), ("answer", "answer"), ("answer", "soul")):
         with pytest.raises(UserError, match="cannot be shown"):
-            checked_shows(odd)
+            validate_shows(odd)
 
 
 @given(number=st.floats(allow_nan=False, allow_infinity=False), offset=st.floats(-1e6, 1e6), scale=st.floats(1e-6, 1e6))
@@ -116,7 +118,7 @@ def test_values_stay_between_0_and_1_and_grow_with_the_number(number: float, off
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_reply_with_a_number_or_a_problem(content: bytes) -> None:
-    reply = read_reply(content, 100, asked=3)
+    reply = parse_classification(content, 100, asked=3)
     assert reply.problem or math.isfinite(json.loads(reply.text)["number"])
 
 
@@ -130,15 +132,15 @@ async def test_a_server_of_the_run_is_waited_for_and_named_in_the_identity(model
     assert "--recipe" in nobody.value.fix
     with pytest.raises(UserError, match="server 'small'"):
         chat.prepare(root=Path(), folder=None)
-    servers.declare({"mine": servers.Declared(folder=model, weights="a" * 64, reward_model=True)})
+    servers.register_servers({"mine": servers.JudgeServer(folder=model, weights="a" * 64, reward_model=True)})
     with pytest.raises(UserError, match="gives numbers"):
         Judge(endpoint=Endpoint(url=mine, model="mine"), form=CORRECT).prepare(root=Path(), folder=None)
     one = judge(mine, None)
     identity = one.identity
-    with ChatServer([Says(number=9.0)]) as server:
+    with ChatServer([ScriptedAnswer(number=9.0)]) as server:
         clock = one.endpoint.clock
         assert isinstance(clock, JumpingClock)
-        declared = servers.declared()["mine"]
+        declared = servers.registered_servers()["mine"]
         began, sleep = clock.monotonic(), clock.sleep
 
         async def until_it_is_up(seconds: float) -> None:
@@ -152,23 +154,23 @@ async def test_a_server_of_the_run_is_waited_for_and_named_in_the_identity(model
     declared.refused = "the judge's server mine died 6 times"
     refused = await one(TASK, episode("another answer"))
     assert refused.value is None and refused.blame is Blame.INFRASTRUCTURE and "died 6 times" in refused.reason
-    servers.declare({"mine": servers.Declared(folder=model, weights="b" * 64, reward_model=True)})
+    servers.register_servers({"mine": servers.JudgeServer(folder=model, weights="b" * 64, reward_model=True)})
     assert judge(mine, None).identity != identity, "other weights are another judge"
 
 
 async def test_a_chat_judge_asks_a_server_of_the_run() -> None:
     chat = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
-    with ChatServer([Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(RIGHT)]) as server:
         url = server.url.removesuffix("/v1")
-        servers.declare({"small": servers.Declared(folder=Path(), weights="c" * 64, reward_model=False, url=url)})
+        servers.register_servers({"small": servers.JudgeServer(folder=Path(), weights="c" * 64, reward_model=False, url=url)})
         assert (await chat(TASK, episode())).value == 1.0
-    servers.declare(
+    servers.register_servers(
         {
-            "small": servers.Declared(folder=Path(), weights="", reward_model=False),
-            "idle-1": servers.Declared(folder=Path(), weights="", reward_model=False),
+            "small": servers.JudgeServer(folder=Path(), weights="", reward_model=False),
+            "idle-1": servers.JudgeServer(folder=Path(), weights="", reward_model=False),
         }
     )
-    assert servers.unnamed() == ["idle-1"]
+    assert servers.unused_servers() == ["idle-1"]
 
 
 def test_knobs_of_words_do_nothing_for_a_reward_model(model: Path) -> None:

@@ -17,10 +17,10 @@ from agentrl.judge import Budget, Criterion, Form, Judge, Prices
 from agentrl.judge.forms import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
 from agentrl.records import Blame, Message, Score, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import Rubric, TaskScorer
-from agentrl.testing import ChatServer, JumpingClock, Says
+from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
 
 
-async def scored(says: Says, *, form: Form = CORRECT, answer: str | None = "It is Paris.", **more: object) -> Score:
+async def scored(says: ScriptedAnswer, *, form: Form = CORRECT, answer: str | None = "It is Paris.", **more: object) -> Score:
     with ChatServer([says]) as server:
         limit_s = 0.15 if says.hangs else 60.0  # what comes late on a busy machine has come
         judge = Judge(endpoint=endpoint(server.url, patience_s=3.0, timeout_s=limit_s), form=form, **more)  # type: ignore[arg-type]
@@ -31,33 +31,41 @@ async def scored(says: Says, *, form: Form = CORRECT, answer: str | None = "It i
 
 
 async def test_the_value_is_the_weighted_mean_and_the_criteria_are_parts() -> None:
-    score = await scored(Says(scores(right=4, complete=2, to_the_point=0)), form=HELPFUL)
+    score = await scored(ScriptedAnswer(scores(right=4, complete=2, to_the_point=0)), form=HELPFUL)
     assert score.value == pytest.approx((2 * 1 + 0.5 + 0) / 4) and score.parts == {"right": 1.0, "complete": 0.5, "to_the_point": 0.0}
-    assert (await scored(Says(WRONG))).value == 0.0 and "because" in (await scored(Says(RIGHT))).evidence
+    assert (await scored(ScriptedAnswer(WRONG))).value == 0.0 and "because" in (await scored(ScriptedAnswer(RIGHT))).evidence
 
 
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        (Says("I am sorry, but I cannot rate this."), "is no JSON object"),
-        (Says('{"scores": {"correct": 1}'), "broken JSON"),
-        (Says(scores(correct="1")), "no number"),
-        (Says(scores(correct=7)), "outside of 0 to 1"),
-        (Says(scores(correct=float("nan"))), "holds NaN"),
-        (Says("z" * 10_000_000), "more than 1,048,576 bytes"),
-        (Says(scores(abstain=True)), "abstains"),
+        (ScriptedAnswer("I am sorry, but I cannot rate this."), "is no JSON object"),
+        (ScriptedAnswer('{"scores": {"correct": 1}'), "broken JSON"),
+        (ScriptedAnswer(scores(correct="1")), "no number"),
+        (ScriptedAnswer(scores(correct=7)), "outside of 0 to 1"),
+        (ScriptedAnswer(scores(correct=float("nan"))), "holds NaN"),
+        (ScriptedAnswer("z" * 10_000_000), "more than 1,048,576 bytes"),
+        (ScriptedAnswer(scores(abstain=True)), "abstains"),
     ],
 )
-async def test_an_unreadable_verdict_is_unscored_and_its_text_is_kept(says: Says, reason: str) -> None:
+async def test_an_unreadable_verdict_is_unscored_and_its_text_is_kept(says: ScriptedAnswer, reason: str) -> None:
     score = await scored(says)
     assert score.value is None and reason in score.reason and score.blame is None
     assert 0 < len(score.evidence) <= 4000 and (score.evidence in says.text or reason.startswith("more"))
 
 
 @pytest.mark.parametrize(
-    "says", [Says(status=429), Says(status=529), Says(status=500), Says(hangs=True), Says(status=403), Says(breaks_off=True)]
+    "says",
+    [
+        ScriptedAnswer(status=429),
+        ScriptedAnswer(status=529),
+        ScriptedAnswer(status=500),
+        ScriptedAnswer(hangs=True),
+        ScriptedAnswer(status=403),
+        ScriptedAnswer(breaks_off=True),
+    ],
 )
-async def test_a_judge_that_is_down_is_the_infrastructures_fault(says: Says) -> None:
+async def test_a_judge_that_is_down_is_the_infrastructures_fault(says: ScriptedAnswer) -> None:
     score = await scored(says, **({"needs_answer": True}))
     assert score.value is None and score.blame is Blame.INFRASTRUCTURE
 
@@ -66,9 +74,9 @@ async def test_an_answer_that_fills_the_judges_context_is_judged_by_less_of_it()
     """How many tokens a character takes is up to whoever is judged, and too many of them are no way out of a score."""
     room = 9000
 
-    def says(body: Any, number: int) -> Says:
+    def says(body: Any, number: int) -> ScriptedAnswer:
         asked = "".join(message["content"] for message in body["messages"])
-        return Says(WRONG) if len(asked.encode()) < room else Says(status=400, raw=b"maximum context length")
+        return ScriptedAnswer(WRONG) if len(asked.encode()) < room else ScriptedAnswer(status=400, raw=b"maximum context length")
 
     with ChatServer(says) as server:
         judge = Judge(endpoint=endpoint(server.url), form=CORRECT)
@@ -86,12 +94,12 @@ async def test_an_answer_that_fills_the_judges_context_is_judged_by_less_of_it()
 
 async def test_down_for_ten_minutes_under_the_runs_scorer_delays_the_score_only() -> None:
     clock = JumpingClock()
-    with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_600 else Says(status=529)) as server:
+    with ChatServer(lambda body, number: ScriptedAnswer(RIGHT) if clock.now > 1_000_600 else ScriptedAnswer(status=529)) as server:
         judge = Judge(endpoint=endpoint(server.url, clock=clock), form=CORRECT)
         scorer = TaskScorer(timeout_s=1e-9, _verifiers={"judge": judge})  # a judge says itself how long it may take
         assert (await scorer(TASK, episode())).value == 1.0
         await judge.close()
-    with ChatServer([Says("sorry")]) as server:
+    with ChatServer([ScriptedAnswer("sorry")]) as server:
         judge = Judge(endpoint=endpoint(server.url), form=CORRECT)
         score = await TaskScorer(_verifiers={"judge": judge})(TASK, episode())
         await judge.close()
@@ -99,7 +107,7 @@ async def test_down_for_ten_minutes_under_the_runs_scorer_delays_the_score_only(
 
 
 async def test_a_judge_in_a_rubric_takes_its_time_and_its_calibration_is_demanded(tmp_path: Path) -> None:
-    with ChatServer([Says(status=529), Says(RIGHT), Says("sorry")]) as server:
+    with ChatServer([ScriptedAnswer(status=529), ScriptedAnswer(RIGHT), ScriptedAnswer("sorry")]) as server:
         one = endpoint(server.url)
         judge = Judge(endpoint=one, form=CORRECT)
         scorer = TaskScorer(timeout_s=1e-9, _verifiers={"judge": Rubric(parts={"judge": (judge, 1.0)}, part_s=1e-9)})
@@ -114,7 +122,7 @@ async def test_a_judge_in_a_rubric_takes_its_time_and_its_calibration_is_demande
 
 @pytest.mark.parametrize("answer", [None, "", ":", "Thought process:", TASK.prompt[0].content])
 async def test_an_answer_that_says_nothing_is_wrong_without_asking(answer: str | None) -> None:
-    score = await scored(Says(RIGHT), answer=answer)
+    score = await scored(ScriptedAnswer(RIGHT), answer=answer)
     assert score.value == 0.0 and score.parts == {"correct": 0.0}
 
 
@@ -126,7 +134,7 @@ async def test_what_the_agent_writes_never_leaves_its_delimiters() -> None:
         tool_results=(ToolResult(name="python", output=attack, ok=False),),
     )  # fmt: skip
     told = replace(episode(attack), trajectories=(Trajectory(agent="main", turns=(turn,)),), outputs={"a.txt": attack.encode()})
-    with ChatServer([Says(WRONG)]) as server:
+    with ChatServer([ScriptedAnswer(WRONG)]) as server:
         for form in (CORRECT, HELPFUL, GROUNDED, INSTRUCTIONS, Form(instructions="x", criteria=CORRECT.criteria, shows=("outputs",))):
             judge = Judge(endpoint=endpoint(server.url), form=form, name="n")
             await judge(TASK, told)
@@ -141,7 +149,7 @@ async def test_what_the_agent_writes_never_leaves_its_delimiters() -> None:
 
 
 async def test_the_cache_is_by_content_and_keeps_only_what_could_be_read(tmp_path: Path) -> None:
-    with ChatServer([Says("sorry"), Says(RIGHT), Says(WRONG)]) as server:
+    with ChatServer([ScriptedAnswer("sorry"), ScriptedAnswer(RIGHT), ScriptedAnswer(WRONG)]) as server:
         one = endpoint(server.url)
         judge = Judge(endpoint=one, form=CORRECT, ledger=str(tmp_path / "l.sqlite"))
         assert (await judge(TASK, episode())).value is None
@@ -159,7 +167,7 @@ async def test_the_cache_is_by_content_and_keeps_only_what_could_be_read(tmp_pat
 
 
 async def test_a_budget_is_held_across_processes_and_resumes(tmp_path: Path) -> None:
-    with ChatServer([Says(RIGHT, tokens=(1_000_000, 1_000_000))]) as server:
+    with ChatServer([ScriptedAnswer(RIGHT, tokens=(1_000_000, 1_000_000))]) as server:
         paid = endpoint(server.url, prices=Prices(prompt=1.0, completion=2.0))
 
         def judge(**budget: float) -> Judge:
@@ -183,7 +191,7 @@ async def test_a_budget_is_held_across_processes_and_resumes(tmp_path: Path) -> 
 
 async def test_a_ledger_that_cannot_be_used_is_no_score(tmp_path: Path) -> None:
     (tmp_path / "l.sqlite").write_text("this is no database, and long enough to be looked at as one" * 40)
-    with ChatServer([Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(RIGHT)]) as server:
         judge = Judge(endpoint=endpoint(server.url), form=CORRECT, ledger=str(tmp_path / "l.sqlite"))
         with pytest.raises(StoreError):
             await judge(TASK, episode())
@@ -193,7 +201,7 @@ async def test_a_ledger_that_cannot_be_used_is_no_score(tmp_path: Path) -> None:
 
 
 async def test_in_a_run_the_ledger_lies_in_its_folder(tmp_path: Path) -> None:
-    with ChatServer([Says(RIGHT)]) as server:
+    with ChatServer([ScriptedAnswer(RIGHT)]) as server:
         judge = Judge(endpoint=endpoint(server.url), form=CORRECT)
         judge.prepare(root=tmp_path, folder=tmp_path / "run")
         assert not (tmp_path / "run").exists(), "preparing writes nothing"

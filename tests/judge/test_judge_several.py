@@ -20,7 +20,7 @@ from agentrl.judge import listwise as lists
 from agentrl.judge.forms import CORRECT
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward import TaskScorer
-from agentrl.testing import ChatServer, Says
+from agentrl.testing import ChatServer, ScriptedAnswer
 
 
 class Fixed:
@@ -79,7 +79,7 @@ def test_the_same_judge_is_not_asked_twice() -> None:
 
 
 async def test_an_ensemble_is_known_by_its_members() -> None:
-    with ChatServer([Says(scores(correct=1))]) as server:
+    with ChatServer([ScriptedAnswer(scores(correct=1))]) as server:
         one, other = (Judge(endpoint=endpoint(server.url, seed=seed), form=CORRECT) for seed in (1, 2))
         both = Ensemble(judges={"a": one, "b": other})
         assert (await both(TASK, episode())).value == 1.0 and both.spent().calls == 2
@@ -91,7 +91,7 @@ async def test_an_ensemble_is_known_by_its_members() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_disagreement_is_a_distance(values: list[float]) -> None:
-    apart = ensembles.disagreement(values)
+    apart = ensembles.mean_difference(values)
     assert 0 <= apart <= (max(values) - min(values)) + 1e-12
     assert (apart == 0) == (len(set(values)) == 1)
 
@@ -107,7 +107,7 @@ def better(body: Any, prefers: str) -> str:
 
 @pytest.mark.parametrize(("prefers", "value"), [("Lyon", 1.0), ("Paris", 0.0), ("Rome", 0.5), ("place A", None)])
 async def test_pairs_count_only_where_both_orders_agree(prefers: str, value: float | None) -> None:
-    with ChatServer(lambda body, number: Says(better(body, prefers))) as server:
+    with ChatServer(lambda body, number: ScriptedAnswer(better(body, prefers))) as server:
         judge = Pairwise(endpoint=endpoint(server.url))
         score = await judge(TASK, episode("Lyon"))
         assert score.value == value and len(server.requests) == 2
@@ -119,7 +119,7 @@ async def test_pairs_count_only_where_both_orders_agree(prefers: str, value: flo
 
 
 async def test_a_pair_of_which_one_order_is_unreadable_is_unscored() -> None:
-    with ChatServer([Says(json.dumps({"better": "A"})), Says("I like both")]) as server:
+    with ChatServer([ScriptedAnswer(json.dumps({"better": "A"})), ScriptedAnswer("I like both")]) as server:
         judge = Pairwise(endpoint=endpoint(server.url))
         score = await judge(TASK, episode("Lyon"))
         await judge.close()
@@ -135,7 +135,7 @@ def ranked(body: Any, by: str) -> str:
 
 async def test_a_group_is_ranked_whatever_the_order_it_is_shown_in() -> None:
     group = [episode(text) for text in ("c", "a", "b", "a")] + [episode(None)]
-    with ChatServer(lambda body, number: Says(ranked(body, "text"))) as server:
+    with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "text"))) as server:
         judge = Listwise(endpoint=endpoint(server.url), orders=4)
         found = await judge(TASK, group)
         await judge.close()
@@ -144,7 +144,7 @@ async def test_a_group_is_ranked_whatever_the_order_it_is_shown_in() -> None:
 
 
 async def test_a_judge_that_ranks_by_place_is_seen_through() -> None:
-    with ChatServer(lambda body, number: Says(ranked(body, "place"))) as server:
+    with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "place"))) as server:
         judge = Listwise(endpoint=endpoint(server.url))
         found = await judge(TASK, [episode(text) for text in "abcd"])
         assert {score.value for score in found} == {None} and "orders disagree by 1.00" in found[0].reason
@@ -158,9 +158,9 @@ async def test_a_judge_that_ranks_by_place_is_seen_through() -> None:
 @given(st.integers(2, 6), st.integers(2, 5), st.randoms(use_true_random=False))
 def test_concordance_lies_between_none_and_all(count: int, orders: int, draw: Any) -> None:
     ranks = [draw.sample(range(count), count) for _ in range(orders)]
-    assert 0 <= lists.disagreement(ranks) <= 1
-    assert lists.disagreement([ranks[0]] * orders) == pytest.approx(0)
-    assert lists.disagreement([ranks[0], [count - 1 - place for place in ranks[0]]]) == pytest.approx(1)
+    assert 0 <= lists.rank_disagreement(ranks) <= 1
+    assert lists.rank_disagreement([ranks[0]] * orders) == pytest.approx(0)
+    assert lists.rank_disagreement([ranks[0], [count - 1 - place for place in ranks[0]]]) == pytest.approx(1)
 
 
 async def test_cancelling_an_ensemble_cancels_its_members() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.judge.endpoint import read_completion
-from agentrl.judge.query import heard_in
+from agentrl.judge.endpoint import parse_completion
+from agentrl.judge.query import parse_answer
 from agentrl.judge.verdict import Abstained, Unreadable, choice, json_object, numbers, ranking
 
 WANTED = {"correct": (0, 4)}
@@ -131,9 +131,9 @@ def test_what_a_server_separated_from_the_reasoning_has_none() -> None:
     assert json_object(quoting) == {"scores": {"correct": 4}}, "the prompt may have opened the reasoning"
     for key, apart in (("reasoning_content", True), ("reasoning", True), ("other", False)):
         message = {"content": quoting, key: "hm"}
-        reply = read_completion(json.dumps({"choices": [{"message": message}]}).encode(), 10_000, [])
+        reply = parse_completion(json.dumps({"choices": [{"message": message}]}).encode(), 10_000, [])
         assert reply.thought_apart is apart
-        assert (heard_in(reply, lambda found: found).verdict is None) is apart
+        assert (parse_answer(reply, lambda found: found).verdict is None) is apart
 
 
 def test_marks_without_number_take_little_time() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agentrl.errors import UserError
-from agentrl.judge.labelling import episodes
-from agentrl.judge.labels import item_of, read_labels
+from agentrl.judge.labelling import run_answers
+from agentrl.judge.labels import parse_item, read_labels
 from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, ToolCall, ToolResult, Trajectory, Turn
-from agentrl.session.transcript import append, transcript
+from agentrl.session.transcript import append_transcripts, transcript
 from tests.commands import agentrl
 
 
@@ -40,8 +40,8 @@ def told(number: int, answer: str | None) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    append(tmp_path / "run" / "episodes" / "after.jsonl", [told(number, str(number + 1)) for number in range(5)])
-    append(tmp_path / "run" / "episodes" / "before.jsonl", [told(9, None), {**told(8, "x"), "left_out": True}, {"question": 3}])
+    append_transcripts(tmp_path / "run" / "episodes" / "after.jsonl", [told(number, str(number + 1)) for number in range(5)])
+    append_transcripts(tmp_path / "run" / "episodes" / "before.jsonl", [told(9, None), {**told(8, "x"), "left_out": True}, {"question": 3}])
     with (tmp_path / "run" / "episodes" / "before.jsonl").open("ab") as file:
         file.write(b'not json\n{"half": ')
     return tmp_path / "run"
@@ -76,9 +76,9 @@ def test_what_agents_and_tools_wrote_cannot_speak_to_the_terminal(monkeypatch: p
 
 
 def test_a_labelled_answer_is_a_task_and_an_episode_again(run: Path) -> None:
-    item = episodes(run)[0]
-    assert [one.id for one in episodes(run)] == [one.id for one in episodes(run)] and len(episodes(run)) == 5
-    again = item_of(item.line())
+    item = run_answers(run)[0]
+    assert [one.id for one in run_answers(run)] == [one.id for one in run_answers(run)] and len(run_answers(run)) == 5
+    again = parse_item(item.line())
     assert again == item and again.task().data["answer"] == str(int(item.task_id[1:]) + 1)
     (line,) = again.episode().trajectories
     assert line.turns[0].message.tool_calls[0].name == "python" and line.turns[0].tool_results[0].output.startswith("2")

@@ -65,4 +65,4 @@ def test_a_missing_package_and_a_missing_gpu_are_named(lm, monkeypatch):
     with pytest.raises(UserError, match=r"liger_kernel(.|\n)*fix: pip install"):
         causal_lm._replace(lm)
     with pytest.raises(UserError, match=r"needs a GPU"):
-        causal_lm.fuse(lm)
+        causal_lm.use_liger_kernels(lm)

@@ -25,7 +25,7 @@ from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
 from agentrl.records import Blame, Failure, Probe, codec
-from agentrl.rollout import left_out_group
+from agentrl.rollout import excluded_group
 from agentrl.version import FolderRegistry
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_policy, write_run
@@ -77,7 +77,7 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
     for index in range(3, 5):
         store.put(random_group(index, scores=[1.0] * 4))  # nothing to learn: the same weights become version 2
     broken = Failure(stage="task", blame=Blame.TASK, kind="TaskError", message="no such tool")
-    store.put(left_out_group(5, "t5", "k5", broken, size=4))
+    store.put(excluded_group(5, "t5", "k5", broken, size=4))
     await learner.start()
     await learner.wait(timeout_s=600)
     first, second = registry.get(1), registry.get(2)

@@ -7,7 +7,7 @@ from torch import nn
 
 from agentrl.errors import UserError
 from agentrl.learner.forest_attention import register
-from agentrl.learner.packing import text
+from agentrl.learner.packing import single_sequence
 from agentrl.learner.token_scorer import LogprobHead, TokenScorer, check_scorer
 from tests.learner.building import VOCABULARY, tiny_config
 
@@ -29,7 +29,7 @@ def test_the_same_as_the_models_own_logits(tied: bool, logits_at_once: int) -> N
     lm.zero_grad()
 
     scorer = TokenScorer(lm, logits_at_once=logits_at_once)
-    logprobs, entropy = scorer(*text(ids[0].tolist(), ids.device), positions, targets, 0.7)
+    logprobs, entropy = scorer(*single_sequence(ids[0].tolist(), ids.device), positions, targets, 0.7)
     (logprobs.sum() + (entropy * torch.arange(6)).sum()).backward()
     torch.testing.assert_close(logprobs, reference.gather(1, targets[:, None])[:, 0])
     torch.testing.assert_close(entropy, spread)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.learner.publish import gather
+from agentrl.learner.publish import gather_weights
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble
 from agentrl.records import Group, ScoredEpisode, Turn
@@ -52,7 +52,7 @@ class Truncated(Scenario):
         probe = engine.probe(((5, 6, 7, 8), (9, 10)))
         metrics = [updater.update(batch) for batch in batches]
         trained = [entropy for key, entropy in entropies if key in {sample.episode_id for sample in batches[0].samples}]
-        return {"metrics": metrics, "weights": gather(engine), "entropy": sum(trained) / len(trained), "probe": probe}
+        return {"metrics": metrics, "weights": gather_weights(engine), "entropy": sum(trained) / len(trained), "probe": probe}
 
 
 @cache

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.config import LearnerConfig, Limit, LimitsConfig
 from agentrl.learner.update_guard import _FIGURES as FIGURES
-from agentrl.learner.update_guard import REFUSE_ALL, Guard
+from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
 from agentrl.records import Batch
 
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
@@ -18,7 +18,7 @@ PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
     """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
     bound = 5.0 if name == "max_ratio" else 0.5
-    guard = Guard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
+    guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
     metrics = {"loss": 0.1, FIGURES[name]: math.nan}
     assert guard.bound(metrics) == REFUSE_ALL
     guard.settle(PART, metrics, applied=False)
@@ -28,5 +28,5 @@ def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
 
 
 def test_a_figure_without_a_limit_or_without_a_value_stops_nothing() -> None:
-    guard = Guard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
+    guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
     assert guard.bound({"loss": 0.1, "entropy": math.nan}) == math.inf

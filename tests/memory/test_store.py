@@ -15,23 +15,23 @@ import pytest
 
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
-from agentrl.memory import NoteStore, Written
-from agentrl.memory.store import Found
+from agentrl.memory import NoteStore, WrittenNotes
+from agentrl.memory.store import NoteMatch
 from agentrl.records.memo import Memo
 
 ROOT = Path(__file__).resolve().parents[2]
 SCOPE = "family:f"
 
 
-def note(episode: str, *texts: str, task: str = "", scope: str = SCOPE, read: tuple[str, ...] = ()) -> Written:
-    return Written(episode=episode, task_key=task or f"task of {episode}", memo=Memo(scope=scope, notes=texts, read=read))
+def note(episode: str, *texts: str, task: str = "", scope: str = SCOPE, read: tuple[str, ...] = ()) -> WrittenNotes:
+    return WrittenNotes(episode=episode, task_key=task or f"task of {episode}", memo=Memo(scope=scope, notes=texts, read=read))
 
 
 def texts(store: NoteStore, query: str, version: int = 1, *, task: str = "another", scope: str = SCOPE) -> list[str]:
     return [one.text for one in store.search(query, scope=scope, version=version, task_key=task)]
 
 
-def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[tuple[dict[str, object], tuple[Found, ...]]]:
+def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[tuple[dict[str, object], tuple[NoteMatch, ...]]]:
     """A run in which every episode writes down a secret of its task and all that it was shown, whatever task comes again: its searches."""
     rng, asked = random.Random(seed), []
     for step in range(steps):

@@ -12,7 +12,7 @@ import torch
 from agentrl.config import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.objective import GroupAdvantages, batch_advantages
-from agentrl.objective.advantages import checked, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
+from agentrl.objective.advantages import check_advantages, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from agentrl.objective.turns import turn_advantages
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
@@ -236,6 +236,6 @@ def test_a_score_at_the_mean_leaves_its_group_a_preference() -> None:
 )
 def test_what_an_estimator_may_not_give(made: object, wrong: str) -> None:
     with pytest.raises(ValueError) as caught:
-        checked(made, [[0.5, 0.5], [0.1]])
+        check_advantages(made, [[0.5, 0.5], [0.1]])
     assert str(caught.value) == wrong
-    assert checked([(1, 0.5), [2.0]], [[0.5, 0.5], [0.1]]) == [[1.0, 0.5], [2.0]]
+    assert check_advantages([(1, 0.5), [2.0]], [[0.5, 0.5], [0.1]]) == [[1.0, 0.5], [2.0]]

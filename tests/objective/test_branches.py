@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import Recipe, build
-from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.objective import assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
 from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
@@ -189,8 +189,8 @@ def test_every_token_that_counts_is_trained_once_and_packed_once(stems: int, bra
     on = [token for sample in batch.samples for token, here in zip(sample.token_ids, sample.loss_mask, strict=True) if here]
     assert sorted(on) == sorted(counted) and batch.denominator == len(counted)
 
-    (rows,) = plan(batch.samples, rank=0, ranks=1, max_tokens=100_000)
-    packed = micro_batch(rows, torch.device("cpu"))
+    (rows,) = plan_micro_batches(batch.samples, rank=0, ranks=1, max_tokens=100_000)
+    packed = build_micro_batch(rows, torch.device("cpu"))
     distinct = {u.completion_ids for sample in batch.samples for one in tree.scored if one.episode.id == sample.episode_id
                 for u in one.episode.trajectories[0].turns}  # fmt: skip
     sampled = [token for token in packed.input_ids[0].tolist() if token >= 100]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.config import ObjectiveConfig
-from agentrl.objective.aggregate import denominator
-from agentrl.objective.metrics import over_steps, summarize
+from agentrl.objective.aggregate import loss_denominator
+from agentrl.objective.metrics import combine_steps, summarize
 from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, policy_loss
 from agentrl.records import Sample
 
@@ -305,8 +305,8 @@ def test_figures_of_several_optimizer_steps_count_tokens_not_steps() -> None:
         {"kl": 1.0, "ratio_max": 2.0, "ratio_min": 0.5, "nan": math.nan},
         {"kl": 4.0, "ratio_max": 3.0, "ratio_min": 0.9, "once": 7.0},
     ]
-    assert over_steps(passes, [200, 100]) == {"kl": 2.0, "ratio_max": 3.0, "ratio_min": 0.5, "once": 7.0}
-    assert over_steps([], []) == {}
+    assert combine_steps(passes, [200, 100]) == {"kl": 2.0, "ratio_max": 3.0, "ratio_min": 0.5, "once": 7.0}
+    assert combine_steps([], []) == {}
 
 
 def test_denominators_count_the_whole_step() -> None:
@@ -324,8 +324,8 @@ def test_denominators_count_the_whole_step() -> None:
         )
 
     samples = [sample(3, "a"), sample(1, "b"), sample(0, "c")]
-    assert denominator(samples, "token_mean", length=9) == 4.0
-    assert denominator(samples, "sequence_mean", length=9) == 2.0
-    assert denominator(samples, "constant", length=9) == 18.0
-    assert denominator([*samples, sample(2, "a")], "sequence_mean", length=9) == 2.0, "two trajectories of one rollout"
-    assert denominator([], "sequence_mean", length=9) == 0.0
+    assert loss_denominator(samples, "token_mean", length=9) == 4.0
+    assert loss_denominator(samples, "sequence_mean", length=9) == 2.0
+    assert loss_denominator(samples, "constant", length=9) == 18.0
+    assert loss_denominator([*samples, sample(2, "a")], "sequence_mean", length=9) == 2.0, "two trajectories of one rollout"
+    assert loss_denominator([], "sequence_mean", length=9) == 0.0

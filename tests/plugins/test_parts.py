@@ -20,7 +20,7 @@ from agentrl.config import ObjectiveConfig, PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import PluginError, RecipeError
 from agentrl.objective.trial import try_estimator
 from agentrl.plugins import parts, references
-from agentrl.plugins.protocol_checks import accepts, shortfalls
+from agentrl.plugins.protocol_checks import protocol_errors, signature_error
 from agentrl.sandbox import BubblewrapBackend, DockerBackend
 from agentrl.session.preflight import check_parts
 from agentrl.testing import ScriptedSandboxes
@@ -42,17 +42,17 @@ def written(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", parts.KINDS, ids=lambda kind: kind.key)
-def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind: parts.Kind) -> None:
+def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind: parts.PartKind) -> None:
     """The one registry: a word is no more than a short reference."""
     for word, reference in kind.shipped.items():
         assert parts.check_name(kind, word) == word
         if kind is parts.ADVANTAGE or kind is parts.LOSS:
-            assert shortfalls(references.resolve(reference), references.resolve(kind.protocol)) == []
+            assert protocol_errors(references.resolve(reference), references.resolve(kind.protocol)) == []
         elif kind is parts.BACKEND:
-            assert [shortfalls(one, protocols.SandboxBackend) for one in (BubblewrapBackend, DockerBackend)] == [[], []]
-            assert accepts(references.resolve(reference), root=Path(), run_label="x") == ""
+            assert [protocol_errors(one, protocols.SandboxBackend) for one in (BubblewrapBackend, DockerBackend)] == [[], []]
+            assert signature_error(references.resolve(reference), root=Path(), run_label="x") == ""
         else:
-            assert parts.load(kind, reference) is references.resolve(reference), "named by its reference it passes, too"
+            assert parts.load_part(kind, reference) is references.resolve(reference), "named by its reference it passes, too"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ class Part(SqliteStore):
 def test_a_store_of_somebodys_is_opened_with_the_run_folder_the_recipe_and_its_options(written: Any, tmp_path: Path) -> None:
     made = BASE.but(f"store={written(STORE)}", store_options={"name": "mine.sqlite"})
     check_parts(made)
-    store = parts.make(parts.STORE, made.store, made.store_options, tmp_path, made)
+    store = parts.make_part(parts.STORE, made.store, made.store_options, tmp_path, made)
     store.close()
     assert (tmp_path / "mine.sqlite").is_file()
 
@@ -249,13 +249,13 @@ def test_a_factory_that_breaks_its_word_is_found_out_when_it_is_called(written: 
     reference = written(code)
     check_parts(BASE.but(f"store={reference}"))
     with pytest.raises(PluginError, match="what it made, of class int, does not fulfil"):
-        parts.make(parts.STORE, reference, {}, tmp_path, BASE)
+        parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
 
 
 def test_what_a_factory_raises_is_told_with_its_place(written: Any, tmp_path: Path) -> None:
     reference = written(STORE + "        raise KeyError('REDIS_URL')\n")
     with pytest.raises(PluginError, match=r"store .* could not be opened: KeyError: 'REDIS_URL' \(.*theirs\.py:6\)"):
-        parts.make(parts.STORE, reference, {}, tmp_path, BASE)
+        parts.make_part(parts.STORE, reference, {}, tmp_path, BASE)
 
 
 def test_a_wrong_reference_ends_the_command_at_once_with_exit_code_2(tmp_path: Path) -> None:
@@ -274,17 +274,17 @@ def test_a_wrong_reference_ends_the_command_at_once_with_exit_code_2(tmp_path: P
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6), max_size=5))
 def test_an_estimator_from_outside_gives_what_the_same_one_inside_gives(scores: list[list[float]]) -> None:
-    named = parts.load(parts.ADVANTAGE, "agentrl.objective.advantages:rloo", {"normalize_std": True})
-    assert named(scores) == parts.load(parts.ADVANTAGE, "rloo", {"normalize_std": True})(scores)
+    named = parts.load_part(parts.ADVANTAGE, "agentrl.objective.advantages:rloo", {"normalize_std": True})
+    assert named(scores) == parts.load_part(parts.ADVANTAGE, "rloo", {"normalize_std": True})(scores)
 
 
 async def test_a_backend_with_nothing_but_the_protocol_is_pooled() -> None:
     from agentrl.records import ExecResult, SandboxSpec
     from agentrl.sandbox import WarmPool
-    from agentrl.sandbox.plain import Poolable
+    from agentrl.sandbox.plain import PoolAdapter
 
     inner = ScriptedSandboxes(lambda code: ExecResult(exit_code=0, stdout=code, stderr="", wall_s=0.0))
-    pool = WarmPool(Poolable(inner), warm=1, max_open=1)
+    pool = WarmPool(PoolAdapter(inner), warm=1, max_open=1)
     spec = SandboxSpec(image="i")
     await pool.prepare(spec)
     first = await pool.open(spec, files={"a": b"1"})
@@ -325,7 +325,7 @@ def test_an_entry_point_is_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(tmp_path))
     made = BASE.but("objective.advantage=best-of-group")
     check_parts(made)
-    assert parts.load(parts.ADVANTAGE, made.objective.advantage)([[1.0, 0.0]]) == [[0.0, -1.0]]
+    assert parts.load_part(parts.ADVANTAGE, made.objective.advantage)([[1.0, 0.0]]) == [[0.0, -1.0]]
     with pytest.raises(RecipeError, match=r"did you mean best-of-group\? known here: sqlite, best-of-group, broken"):
         BASE.but("store=best-of-groups")
     with pytest.raises(PluginError, match=r"objective\.loss: .*absent"):

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl.records import SandboxSpec, codec
-from agentrl.records.destinations import parse, plain_host
+from agentrl.records.destinations import parse_destination, plain_host
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from agentrl.records.destinations import parse, plain_host
     ],
 )
 def test_what_an_entry_covers(entry, covered, not_covered):
-    destination = parse(entry)
+    destination = parse_destination(entry)
     assert all(destination.covers(*one) for one in covered)
     assert not any(destination.covers(*one) for one in not_covered)
 

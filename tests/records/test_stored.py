@@ -17,23 +17,23 @@ from hypothesis import strategies as st
 from agentrl import records
 from agentrl.agent.tools import ToolOutcome
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
-from agentrl.experience import RunningEpisodes, SqliteStore
-from agentrl.failure.quarantine import Quarantine, count
-from agentrl.learner.failure_log import FailureLog
-from agentrl.learner.update_guard import Counts, Setback
+from agentrl.experience import FolderCheckpoints, SqliteStore
+from agentrl.failure.quarantine import Quarantine, count_quarantined
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.update_guard import FailureCounts, UpdateFailure
 from agentrl.observe import RunTracker, write_report
 from agentrl.observe.rundata import read_run
 from agentrl.records import Blame, EpisodeState, Failure, Group, PolicyVersion, ScoredEpisode, Task, VersionState, codec
 from agentrl.records.fields import Record
-from agentrl.rollout.group import left_out_group
+from agentrl.rollout.group import excluded_group
 from agentrl.session import measure
-from agentrl.session.transcript import append, transcript
+from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.version import FolderRegistry
 from tests import strategies
 from tests.strategies import anything, numbers, utf8_text
 
 KINDS = [kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record]
-KINDS += [ToolOutcome, Setback, Counts]
+KINDS += [ToolOutcome, UpdateFailure, FailureCounts]
 drawn = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     deadline=None,
@@ -112,7 +112,7 @@ def test_groups_come_back_from_the_store(group: Group) -> None:
 @drawn
 def test_running_episodes_are_found_as_they_were_kept(record: EpisodeState | ScoredEpisode) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        running = RunningEpisodes(Path(folder))
+        running = FolderCheckpoints(Path(folder))
         kept = running.keep(1, 2, record) if isinstance(record, EpisodeState) else running.finish(1, 2, record)
         asyncio.run(_both(kept))
         assert same(asyncio.run(_both(running.find(1, 2))), record)
@@ -128,7 +128,7 @@ def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for phase in ("before", "after", "train"):
-            append(folder / "episodes" / f"{phase}.jsonl", [transcript(task, scored, phase=phase, step=0)] * 2)
+            append_transcripts(folder / "episodes" / f"{phase}.jsonl", [transcript(task, scored, phase=phase, step=0)] * 2)
         run = read_run(folder)
         assert not [note for note in run.notes if "unreadable" in note]
         found = run.episodes["train"][0]
@@ -144,9 +144,9 @@ def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) 
 def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task_id: str, task_key: str) -> None:
     fault = dataclasses.replace(failure, blame=Blame.TASK)
     with tempfile.TemporaryDirectory() as name:
-        Quarantine(Path(name), limit=9).add(left_out_group(3, task_id, task_key, fault, size=2))
+        Quarantine(Path(name), limit=9).add(excluded_group(3, task_id, task_key, fault, size=2))
         known = Quarantine(Path(name), limit=9).known(task_key)
-        assert known is not None and known.message == fault.message and count(Path(name)) == 1
+        assert known is not None and known.message == fault.message and count_quarantined(Path(name)) == 1
 
 
 @given(strategies.records(PolicyVersion), st.dictionaries(utf8_text, numbers.filter(lambda value: value == value), max_size=3))
@@ -160,15 +160,15 @@ def test_versions_come_back_from_the_registry(version: PolicyVersion, evals: Map
         assert same(registry.get(version.number), dataclasses.replace(version, evals={**version.evals, **evals}))
 
 
-@given(st.lists(strategies.records(Setback), min_size=1, max_size=3).map(tuple))
+@given(st.lists(strategies.records(UpdateFailure), min_size=1, max_size=3).map(tuple))
 @drawn
-def test_setbacks_come_back_and_are_told(setbacks: tuple[Setback, ...]) -> None:
+def test_setbacks_come_back_and_are_told(setbacks: tuple[UpdateFailure, ...]) -> None:
     setbacks = tuple(dataclasses.replace(setback, action="skip", step=abs(setback.step) >> 1) for setback in setbacks)
     with tempfile.TemporaryDirectory() as name:
-        log = FailureLog(Path(name))
+        log = UpdateFailureLog(Path(name))
         log.append(setbacks)
         assert same(log.read(), setbacks)
-        assert len(measure.alerts(Path(name), setbacks[0].step)) >= 1
+        assert len(measure.step_alerts(Path(name), setbacks[0].step)) >= 1
         write_report(Path(name))
 
 

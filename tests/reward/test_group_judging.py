@@ -14,7 +14,7 @@ import pytest
 from agentrl.errors import JudgeError, PluginError, TaskError
 from agentrl.records import Blame, Episode, Failure, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.reward.group_judging import WAITS, GroupScorer, load_group_judge
+from agentrl.reward.group_judging import AWAITING_GROUP_JUDGE, GroupJudgeScorer, load_group_judge
 
 TASK = Task(
     id="t",
@@ -33,7 +33,7 @@ class Kind:
     async def __call__(self, task, episodes): ...
 number = 3
 """
-WAITING = Score(value=None, reason=WAITS)
+WAITING = Score(value=None, reason=AWAITING_GROUP_JUDGE)
 
 
 async def half(task: Task, episode: Episode) -> Score:
@@ -65,8 +65,8 @@ def ended(answer: str | None, score: Score = WAITING, *, fault: bool = False) ->
     return ScoredEpisode(episode=episode, score=Score(value=None, reason="left out: it") if fault else score)
 
 
-def scorer(judge: Any, *, weight: float = 1.0, **alone: Any) -> GroupScorer:
-    return GroupScorer(judge=judge, name="rank", weight=weight, alone=TaskScorer(max_retries=1, **alone))
+def scorer(judge: Any, *, weight: float = 1.0, **alone: Any) -> GroupJudgeScorer:
+    return GroupJudgeScorer(judge=judge, name="rank", weight=weight, alone=TaskScorer(max_retries=1, **alone))
 
 
 async def test_a_group_is_judged_at_once_and_who_was_left_out_is_not_shown() -> None:

@@ -12,7 +12,7 @@ import pytest
 from agentrl.config import BranchingConfig
 from agentrl.errors import SandboxError, ServingError
 from agentrl.records import MAX_SNAPSHOT_BYTES, Blame, Episode, EpisodeState, ExecResult, Limits, Score, ScoredEpisode, Task, Turn, codec
-from agentrl.rollout import Capture, GroupRunner
+from agentrl.rollout import CaptureState, GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -26,7 +26,7 @@ class States:
     def __init__(self) -> None:
         self.seen: list[EpisodeState] = []
 
-    async def __call__(self, turns: int, capture: Capture) -> None:
+    async def __call__(self, turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None and state.turn_count == turns
         self.seen.append(state)

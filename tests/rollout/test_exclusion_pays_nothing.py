@@ -21,8 +21,8 @@ import pytest
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
-from agentrl.agent.mcp.tool_list import offers
-from agentrl.agent.mcp.transports import Place, Unanswered
+from agentrl.agent.mcp.tool_list import usable_tools
+from agentrl.agent.mcp.transports import Transport, Unanswered
 from agentrl.agent.tools import function_schema
 from agentrl.config import MCPConfig, ObjectiveConfig
 from agentrl.errors import RequestRefused
@@ -82,7 +82,7 @@ class LookUp:
 look_up, look_up_once = LookUp(), LookUp(repeats=False)
 
 
-class Scripted(Place):
+class Scripted(Transport):
     """An MCP server with such a tool."""
 
     def __init__(self, way: str) -> None:
@@ -111,13 +111,13 @@ OFFER = {"name": "look_up", "description": "Looks a key up.", "inputSchema": par
 
 
 class ScriptedServer(Server):
-    def place(self) -> Place:
+    def place(self) -> Transport:
         return Scripted(self.name)
 
 
 def run_tools(way: str) -> RunTools:
     config = MCPConfig(url="http://127.0.0.1:9/mcp")
-    server = ScriptedServer(name=way, config=config, root=Path(), offers=offers([OFFER], ()))
+    server = ScriptedServer(name=way, config=config, root=Path(), offers=usable_tools([OFFER], ()))
     return RunTools(servers={"library": server}, bounds={})
 
 

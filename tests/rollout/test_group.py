@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentrl.errors import ServingError, UserError
-from agentrl.protocols.group_judge import WAITS
+from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task, codec
 from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner
@@ -120,7 +120,7 @@ class Together:
         self.fails, self.asked = fails, 0
 
     async def first(self, task: Task, episode: Episode) -> Score:
-        return Score(value=None, reason=WAITS)
+        return Score(value=None, reason=AWAITING_GROUP_JUDGE)
 
     async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> list[Score]:
         self.asked += 1
@@ -171,7 +171,7 @@ async def test_a_group_goes_on_where_its_driver_died_before_it_was_judged(tokeni
     judge, keeper = Together(), Keeper()
     runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, counts)), retries=0), together=judge, keeper=keeper)
     group = await runner.group(7, task)
-    assert all(one.score.reason == WAITS for one in keeper.kept.values()) and len(turns) == 4
+    assert all(one.score.reason == AWAITING_GROUP_JUDGE for one in keeper.kept.values()) and len(turns) == 4
     assert await runner.group(7, task) == group and len(turns) == 4 and judge.asked == 2
     alone = await replace(runner, together=None).group(7, task)
     assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was taken out of the recipe meanwhile"

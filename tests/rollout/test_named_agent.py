@@ -35,7 +35,7 @@ async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, t
     (tmp_path / "agent.py").write_text(code)
     made = BASE.but({"rollout.agent": f"{tmp_path}/agent.py:OneAnswer"})
     check_parts(made)
-    agent = parts.make(parts.AGENT, made.rollout.agent, made.rollout.agent_options, chat=ChatFormat(tokenizer))
+    agent = parts.make_part(parts.AGENT, made.rollout.agent, made.rollout.agent_options, chat=ChatFormat(tokenizer))
     runner = EpisodeRunner(
         agent=agent,
         policy=policy,

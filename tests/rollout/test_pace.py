@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.agent import TurnLoop
-from agentrl.base.loop_lag import DRIVER
+from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.errors import InfrastructureError
 from agentrl.failure import FaultRate
 from agentrl.records import Blame, Episode, Limits, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
-from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, Reading, out_of_time
+from agentrl.rollout.pace import LOST_SHARE, REQUESTS_PER_EPISODE, SLOW_FACTOR, Pace, Reading, blame_for_timeout
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.clock import VirtualLoop, run_virtually
 from agentrl.testing.paced import PacedPolicy
@@ -105,7 +105,7 @@ def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stal
     (episode,) = played(policy, "babble", before=["sound"], at=begins)
     if episode.trajectories[0].stop_reason != "wall_limit":
         assert policy.sampled["babble-0"] == wanted and not episode.left_out
-    elif lasts >= 2.5 * WALL_S / PARTS:
+    elif lasts >= 2.5 * WALL_S / REQUESTS_PER_EPISODE:
         assert episode.left_out, "at least one request was stalled all the time"
     assert episode.left_out or has_every_token(policy, episode)
 
@@ -177,9 +177,9 @@ def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monk
     async def play() -> Episode:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        monkeypatch.setattr(DRIVER, "_clock", loop.time)
+        monkeypatch.setattr(DRIVER_LAG, "_clock", loop.time)
         loop.call_later(1.0, loop.hold, hold_s)
-        async with DRIVER.watched(lambda alert: None):
+        async with DRIVER_LAG.watched(lambda alert: None):
             return await runner_of(policy).run(task, episode_id="babble")
 
     episode = run_virtually(play())
@@ -195,11 +195,11 @@ def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monk
     limit=st.floats(0.1, 10_000.0),
 )
 def test_the_rule(program: float, sampled: float, lost: float, limit: float) -> None:
-    blame = out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
-    assert out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
-    if lost > LOST + 1e-6:
+    blame = blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
+    assert blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
+    if lost > LOST_SHARE + 1e-6:
         assert blame is Blame.INFRASTRUCTURE, "a stalled server never costs a score"
-    elif lost < LOST - 1e-6 and program + sampled > 0.5 + 1e-6:
+    elif lost < LOST_SHARE - 1e-6 and program + sampled > 0.5 + 1e-6:
         assert blame is Blame.POLICY, "sampling is not a way out"
     elif program + sampled < 0.5 - 1e-6:
         assert blame is Blame.INFRASTRUCTURE
@@ -245,8 +245,8 @@ def test_a_request_cut_off_in_a_stall_is_not_the_usual_pace() -> None:
 def test_slow_is_twice_the_usual() -> None:
     pace = Pace()
     pace.end(pace.begin(0.0), 10.0, tokens=100, at_most=100)
-    fast = pace.end(pace.begin(10.0), 10.0 + 10 * SLOW, tokens=100, at_most=100)
-    slow = pace.end(pace.begin(100.0), 100.0 + 10 * SLOW + 30, tokens=100, at_most=100)
+    fast = pace.end(pace.begin(10.0), 10.0 + 10 * SLOW_FACTOR, tokens=100, at_most=100)
+    slow = pace.end(pace.begin(100.0), 100.0 + 10 * SLOW_FACTOR + 30, tokens=100, at_most=100)
     assert (fast.lost_s, slow.lost_s > 0) == (0.0, True)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.records import Blame
-from agentrl.rollout.pace import Pace, Reading, SamplingTime, _median, cut_s, out_of_time
+from agentrl.rollout.pace import Pace, Reading, SamplingTime, _median, blame_for_timeout, fetch_reserve_s
 
 READ = 0.125  # work of computing one prompt token, in sampled tokens
 
@@ -28,11 +28,11 @@ READ = 0.125  # work of computing one prompt token, in sampled tokens
     ],
 )
 def test_the_bounds_of_the_rule(program_s: float, sampled_s: float, lost_s: float, blame: Blame) -> None:
-    assert out_of_time(100.0, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s) is blame
+    assert blame_for_timeout(100.0, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s) is blame
 
 
 def test_the_time_reserved_for_a_cut_is_a_twentieth_and_at_most_5_seconds() -> None:
-    assert [cut_s(limit_s) for limit_s in (10.0, 60.0, 100.0, 1000.0)] == [0.5, 3.0, 5.0, 5.0]
+    assert [fetch_reserve_s(limit_s) for limit_s in (10.0, 60.0, 100.0, 1000.0)] == [0.5, 3.0, 5.0, 5.0]
 
 
 @pytest.mark.parametrize(

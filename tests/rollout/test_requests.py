@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentrl.records import CUT, Blame, Completion, Failure, SamplingParams, VersionSpan
-from agentrl.rollout.pace import OutOfTime, Pace, Reading, Request, SamplingTime
-from agentrl.rollout.requests import ADVICE, Requests, SlowServer
+from agentrl.rollout.pace import OutOfTime, Pace, Reading, RequestInProgress, SamplingTime
+from agentrl.rollout.requests import ADVICE, EpisodeRequests, SlowServer
 from agentrl.testing.clock import run_virtually
 
 TOKEN = 7
@@ -66,7 +66,7 @@ class Watched(Pace):
         if token_s is not None:
             self.measured(token_s)
 
-    def begin(self, now: float, *, reads: int = 0) -> Request:
+    def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
         self.begun.append(reads)
         return super().begin(now, reads=reads)
 
@@ -77,8 +77,8 @@ class Watched(Pace):
 
 def requests_of(
     server: Server, pace: Pace | None = None, *, limit_s: float = 80.0, timeout_s: float = 30.0, spent_s: float = 0.0
-) -> Requests:
-    return Requests(
+) -> EpisodeRequests:
+    return EpisodeRequests(
         policy=server,
         pace=pace or Pace(),
         limit_s=limit_s,
@@ -88,7 +88,7 @@ def requests_of(
     )
 
 
-def sampled(requests: Requests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
+def sampled(requests: EpisodeRequests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
     """Turns with the prompt `1, 2`, one after the other."""
 
     async def sample() -> list[Completion]:
@@ -230,7 +230,7 @@ def test_a_turn_next_to_another_keeps_its_own_losses() -> None:
             self._parts = [Part(16.0, 0, CUT) if request_id.startswith("slow") else Part(0.25, 5)]
             return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
-    async def sample(requests: Requests, name: str, after_s: float) -> None:
+    async def sample(requests: EpisodeRequests, name: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
         await requests.sample([1], lambda most: SamplingParams(max_tokens=most), 100, name, reads=0)
 

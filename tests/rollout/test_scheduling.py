@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.records import Episode, Score, ScoredEpisode, Trajectory
-from agentrl.rollout.scheduling import EQUAL, SPARE, Place, Race
+from agentrl.rollout.scheduling import EQUAL, SPARE, AttemptScheduler, GroupAttempt
 
 
 class Job:
@@ -28,15 +28,15 @@ def scored(number: int, value: float | None) -> ScoredEpisode:
     return ScoredEpisode(episode=episode, score=Score(value=value, reason="" if value is not None else "none"))
 
 
-def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: Sequence[int] = ()) -> tuple[Race, list[int]]:
+def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: Sequence[int] = ()) -> tuple[AttemptScheduler, list[int]]:
     """A race in which attempts end in the order in which they begin, with these scores; and the numbers of those that began."""
-    began: list[Place] = []
+    began: list[GroupAttempt] = []
 
-    def begin(place: Place) -> Any:
+    def begin(place: GroupAttempt) -> Any:
         began.append(place)
         return Job()
 
-    race = Race([str(number) for number in range(len(values))], group=0, size=size, begin=begin, first=first)
+    race = AttemptScheduler([str(number) for number in range(len(values))], group=0, size=size, begin=begin, first=first)
     race.start(ended)
     for place in began:  # which grows
         if not place.job.cancelled:  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.rollout import DelegationConfig
-from agentrl.experience import RunningEpisodes
+from agentrl.experience import FolderCheckpoints
 from agentrl.records import Episode, Group, Score, Task, codec
 from agentrl.rollout import GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -164,7 +164,7 @@ async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, ma
 @pytest.mark.parametrize("ended", [1, 2, 3])
 async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
     """Killed when `ended` of 5 attempts had ended, of which 3 are to count: these count, and no turn is sampled twice."""
-    keeper = RunningEpisodes(tmp_path)
+    keeper = FolderCheckpoints(tmp_path)
     first = Slow(tokenizer, lambda member, turn: member >= ended and turn == 1)
     dying = asyncio.create_task(racing(make_runner(first), size=4, spare=1, keeper=keeper).group(7, task))
     while len(list(tmp_path.glob("000007/*.scored"))) < ended or len(first.waiting) < 5 - ended:
@@ -174,7 +174,7 @@ async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Ta
         await dying
 
     policy = Slow(tokenizer, lambda member, turn: False)
-    group = await racing(make_runner(policy), size=3, spare=2, keeper=RunningEpisodes(tmp_path)).group(7, task)
+    group = await racing(make_runner(policy), size=3, spare=2, keeper=FolderCheckpoints(tmp_path)).group(7, task)
     assert set(range(ended)) <= set(numbers(group)) and len(group.scored) == 3 and len(group.cancelled) == 2
     again = Counter(policy.asked)
     assert not any(name.endswith("-0") for name in again), "turns that were there are not sampled again"

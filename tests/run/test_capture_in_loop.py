@@ -17,7 +17,7 @@ from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
 from agentrl.failure.digest import write_digest
-from agentrl.failure.listing import Wanted
+from agentrl.failure.listing import TraceFilter
 from agentrl.failure.promote import promote
 from agentrl.observe import write_report
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Task
@@ -90,7 +90,7 @@ async def test_failures_of_training_and_evaluation_are_captured_named_reported_a
         found = collection.get("g000001-2-a0")
         assert found is not None and found.task == asked(1) and found.tags[0].turn == 0 and found.versions == (0,)
         assert found.origin["run"] == tmp_path.name
-        done = promote(list(collection.traces(Wanted(phase="train"))), tmp_path / "suite")
+        done = promote(list(collection.traces(TraceFilter(phase="train"))), tmp_path / "suite")
     assert [one.path is not None for one in done] == [True, False, True, False], "two failures at each of two tasks"
     assert {case.task.key for case in load_suite(tmp_path / "suite").cases} == {asked(0).key, asked(1).key}
     write_digest(tmp_path)

@@ -14,11 +14,11 @@ from agentrl.cli.sample import told
 from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import UserError
 from agentrl.experience import StepGroups
-from agentrl.observe.learning_signal import taught_tables
+from agentrl.observe.learning_signal import learning_tables
 from agentrl.records import Episode, Score, Task
 from agentrl.run import sample
-from agentrl.session.folder import Start, check_verb, write_start
-from agentrl.supervised.select import demonstrations
+from agentrl.session.folder import RunStart, check_same_command, write_start
+from agentrl.supervised.select import select_demonstrations
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
@@ -49,7 +49,7 @@ async def judge(task: Task, episode: Episode) -> Score:
 
 async def played(
     folder: Path, groups: int, *, stop_after: int | None = None, family: Any = asked, **rollout: Any
-) -> tuple[sample.Sampled, list[int]]:
+) -> tuple[sample.SampleResult, list[int]]:
     """What there is after sampling, and which groups this call has made."""
     policy = Journaled(folder / "journal", script=submits)
     recipe = make_recipe(max_retries=0, **rollout)
@@ -66,10 +66,10 @@ async def played(
             told_of(index, group)
 
         run.tracker.progress = progress  # type: ignore[method-assign]
-        await sample.make_groups(run, [index for index in range(groups) if not run.store.has(index)])
-        found = sample.sampled(run, groups)
+        await sample.sample_groups(run, [index for index in range(groups) if not run.store.has(index)])
+        found = sample.sample_result(run, groups)
         groups_kept = [run.store.groups([index])[0] for index in run.store.indices()]
-        assert len(demonstrations(groups_kept)) == found.whole.solved, "what can be imitated is what was told"
+        assert len(select_demonstrations(groups_kept)) == found.whole.solved, "what can be imitated is what was told"
         return found, made
 
 
@@ -87,7 +87,7 @@ async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
     lines = read_json_lines(tmp_path / "episodes" / "train.jsonl")
     assert len(lines) == 15 and {line["split"] for line in lines} == {"train"}
     assert {line["kind"]: 1 for line in read_json_lines(tmp_path / "tasks.jsonl")}.keys() == {"easy", "hard", "hope\x1bless"}
-    assert taught_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
+    assert learning_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
 
 
 async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: Path) -> None:
@@ -138,13 +138,13 @@ async def test_a_recipe_is_sampled_as_it_is(given: list[str], tmp_path: Path) ->
     policy = Journaled(tmp_path / "journal", script=submits)
     steps = StepGroups.single(recipe.rollout)
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(), steps=steps) as run:
-        await sample.make_groups(run, range(20))
+        await sample.sample_groups(run, range(20))
         assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
 
 
 def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
-    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT, 5)
-    (tmp_path / sample.FILE).write_text('{"groups": 8}')
+    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT_GROUPS, 5)
+    (tmp_path / sample.SAMPLE_FILE).write_text('{"groups": 8}')
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
     with pytest.raises(UserError, match="8 groups were asked for before") as error:
         sample._asked(tmp_path, 7)
@@ -153,14 +153,14 @@ def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
 
 def test_neither_command_goes_on_with_what_the_other_has_made(tmp_path: Path) -> None:
     for folder, verb in ((tmp_path / "s", "sample"), (tmp_path / "t", "train"), (tmp_path / "e", "eval")):
-        write_start(folder, RECIPE, Start(recipe=Path("r.py"), folder=folder, verb=verb, overrides=()))
-        check_verb(folder, verb)
+        write_start(folder, RECIPE, RunStart(recipe=Path("r.py"), folder=folder, verb=verb, overrides=()))
+        check_same_command(folder, verb)
         go_on = json.loads((folder / "run.json").read_text())["resume"]
         assert go_on is None if verb == "eval" else f"agentrl {verb} r.py" in go_on and go_on.endswith("--resume")
         for other in {"sample", "train"} - {verb}:
             with pytest.raises(UserError, match=rf"holds what `agentrl {verb}` made") as error:
-                check_verb(folder, other)
+                check_same_command(folder, other)
             assert f"agentrl {verb}" in error.value.fix
     (tmp_path / "t" / "run.json").write_text('{"overrides": []}')
     with pytest.raises(UserError, match="holds what `agentrl train` made"):
-        check_verb(tmp_path / "t", "sample")
+        check_same_command(tmp_path / "t", "sample")

@@ -11,10 +11,10 @@ import pytest
 from agentrl.errors import SandboxUnavailable
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, limits, list_open, select_backend, server_code
-from agentrl.sandbox.attacks import ATTACK_SPEC, attack, attacks
+from agentrl.sandbox.attacks import ATTACK_SPEC, load_attacks, run_attacks
 from agentrl.sandbox.attacks.cases import HOSTILE_SERVER, KINDS, PROGRAMS, hostile_server_source, program_attack
 from agentrl.sandbox.attacks.host_steps import STEPS
-from agentrl.sandbox.attacks.hostile_server import PATIENT
+from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS
 from agentrl.sandbox.lease import lease
 
 SPEC = SandboxSpec(
@@ -34,13 +34,13 @@ bubblewrap = pytest.mark.bubblewrap
 async def test_every_attack_is_contained(name, root):
     backend = select_backend(name, run_label="test", root=root)
     try:
-        results = await attack(backend, SPEC)
+        results = await run_attacks(backend, SPEC)
     finally:
         await backend.close()
     assert [
         (result.name, result.verdict, result.evidence) for result in results if result.verdict not in ("contained", "not promised")
     ] == []
-    assert {result.kind for result in results} == set(KINDS) and len(results) == len(attacks())
+    assert {result.kind for result in results} == set(KINDS) and len(results) == len(load_attacks())
     if os.geteuid() == 0:
         assert sum(result.verdict == "contained" for result in results) >= len(results) - 2  # some are for one kind of processor
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
@@ -143,7 +143,7 @@ if os.geteuid() == 0:  # bubblewrap without root does not promise these
 async def test_a_weak_backend_is_seen(weak, name, evidence, root):
     backend = weak(run_label="test", root=root)
     try:
-        (result,) = await attack(backend, SPEC, only=name)
+        (result,) = await run_attacks(backend, SPEC, only=name)
     finally:
         await backend.close()
     assert result.verdict == "ESCAPED" and evidence in result.evidence, result
@@ -157,7 +157,7 @@ async def test_a_weak_backend_is_seen(weak, name, evidence, root):
 async def test_a_weak_container_is_seen_where_each_sandbox_has_its_own(weak, name, evidence, root):
     backend = weak(run_label="test", root=root)
     try:
-        (result,) = await attack(backend, replace(SPEC, runtime="runc"), only=name)
+        (result,) = await run_attacks(backend, replace(SPEC, runtime="runc"), only=name)
     finally:
         await backend.close()
     assert result.verdict == "ESCAPED" and evidence in result.evidence, result
@@ -165,7 +165,7 @@ async def test_a_weak_container_is_seen_where_each_sandbox_has_its_own(weak, nam
 
 @bubblewrap
 async def test_a_watcher_does_not_report_its_own_notes(root):
-    (watcher,) = (one for one in attacks() if one.name == "watch_the_neighbours")
+    (watcher,) = (one for one in load_attacks() if one.name == "watch_the_neighbours")
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
         sandbox = await backend.open(SPEC, timeout_s=60.0)
@@ -181,7 +181,7 @@ async def test_a_watcher_does_not_report_its_own_notes(root):
 @bubblewrap
 async def test_what_others_on_the_machine_take_is_no_escape(root, monkeypatch):
     """The kernel tells what all take together: here 4 GiB more than before, while the sandbox itself locks nothing."""
-    others = [one for one in attacks() if one.name == "file_locks"]
+    others = [one for one in load_attacks() if one.name == "file_locks"]
     for plain, busy in (
         ("before = taken()", "before = taken() - 4096"),
         ("        lock(worker)", "        time.sleep(60)"),
@@ -192,7 +192,7 @@ async def test_what_others_on_the_machine_take_is_no_escape(root, monkeypatch):
     monkeypatch.setattr("agentrl.sandbox.attacks.suite.attacks", lambda: others)
     backend = select_backend("bubblewrap", run_label="test", root=root)
     try:
-        (result,) = await attack(backend, SPEC, only="file_locks")
+        (result,) = await run_attacks(backend, SPEC, only="file_locks")
     finally:
         await backend.close()
     assert result.verdict == "contained", result
@@ -212,7 +212,7 @@ async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name
     source = source.replace(reading, "while count < 0 and")
     monkeypatch.setattr(server_code, "source", lambda: source)
     # 8 MiB of locks say it: the servers of other tests read a table that grows for minutes, and hold it meanwhile.
-    sooner = [replace(one, program=one.program.replace('["memory_mb"] // 3', '["memory_mb"] // 24')) for one in attacks()]
+    sooner = [replace(one, program=one.program.replace('["memory_mb"] // 3', '["memory_mb"] // 24')) for one in load_attacks()]
     assert name != "file_locks" or any("// 24" in one.program for one in sooner)
     monkeypatch.setattr("agentrl.sandbox.attacks.suite.attacks", lambda: sooner)
     monkeypatch.setattr(limits, "NETWORK_SETTINGS", {})
@@ -221,7 +221,7 @@ async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name
     if backend.name == "bubblewrap" and os.geteuid() != 0 and name == "loopback_buffers":
         pytest.skip("without control groups it is not promised")
     try:
-        (result,) = await attack(backend, SPEC, only=name)
+        (result,) = await run_attacks(backend, SPEC, only=name)
     finally:
         await backend.close()
     assert result.verdict == "ESCAPED" and evidence in result.evidence, result
@@ -230,10 +230,10 @@ async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name
 @bubblewrap
 async def test_a_proxy_that_lets_everything_through_is_seen(root, monkeypatch):
     monkeypatch.setattr("agentrl.records.destinations.Destination.covers", lambda *_: True)
-    monkeypatch.setattr("agentrl.sandbox.egress.addresses.AddressBook._listed", lambda *_: True)
+    monkeypatch.setattr("agentrl.sandbox.egress.addresses.AllowList._listed", lambda *_: True)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
-        (result,) = await attack(backend, SPEC, only="egress_other_places")
+        (result,) = await run_attacks(backend, SPEC, only="egress_other_places")
     finally:
         await backend.close()
     assert result.verdict == "ESCAPED" and "127.0.0.1:" in result.evidence, result
@@ -246,7 +246,7 @@ async def test_a_gateway_that_buffers_whatever_comes_is_seen(root, monkeypatch):
     monkeypatch.setattr("agentrl.gateway.server.bounded", lambda: parser)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
-        (result,) = await attack(backend, SPEC, only="egress_endless_heads")
+        (result,) = await run_attacks(backend, SPEC, only="egress_endless_heads")
     finally:
         await backend.close()
     assert result.verdict == "ESCAPED" and ("the gateway took" in result.evidence or "the driver grew" in result.evidence), result
@@ -258,7 +258,7 @@ async def test_a_program_that_does_not_come_to_its_point_is_an_error(root, monke
     monkeypatch.setattr("agentrl.sandbox.attacks.cases.PROGRAMS", tmp_path)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
-        (result,) = await attack(backend, SPEC, only="broken")
+        (result,) = await run_attacks(backend, SPEC, only="broken")
     finally:
         await backend.close()
     assert result.verdict == "error" and "oh" in result.evidence
@@ -273,8 +273,8 @@ async def test_a_program_that_a_busy_machine_cuts_off_gets_more_time(root, monke
     monkeypatch.setattr("agentrl.sandbox.attacks.suite.BUSY_S", 2.0)
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
-        (late,) = await attack(backend, SPEC, only="late")
-        (never,) = await attack(backend, SPEC, only="never")
+        (late,) = await run_attacks(backend, SPEC, only="late")
+        (never,) = await run_attacks(backend, SPEC, only="never")
     finally:
         await backend.close()
     assert (late.verdict, late.evidence) == ("contained", "at last")
@@ -293,7 +293,7 @@ async def test_a_runtime_needs_docker(root):
 
 
 def test_every_attack_says_what_it_does():
-    found = attacks()
+    found = load_attacks()
     assert len({item.name for item in found}) == len(found) > 70
     for item in found:
         assert item.description.endswith(".") and item.seconds > 0, item
@@ -324,8 +324,8 @@ def test_a_program_with_a_wrong_head_is_refused(tmp_path):
 
 
 def test_each_trick_can_be_played():
-    tricks = [item.trick for item in attacks() if item.trick]
-    assert set(PATIENT) < set(tricks)
+    tricks = [item.trick for item in load_attacks() if item.trick]
+    assert set(SLOW_TRICKS) < set(tricks)
     for trick in tricks:
         assert f"TRICK = '{trick}'" in hostile_server_source(trick)
         assert re.search(rf"^def {trick}\(", HOSTILE_SERVER.read_text(), re.MULTILINE)

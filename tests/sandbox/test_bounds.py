@@ -122,7 +122,7 @@ async def test_terminals_are_few_and_work(sandbox):
         "print(open(terminal, 'rb', buffering=0).readline())\n"  # the line may come in pieces
     )
     result = await sandbox.python(code, timeout_s=20)
-    assert result.stdout == f"{limits.TERMINALS} No space left on device\nb'0 0\\r\\n'\n", result.stderr
+    assert result.stdout == f"{limits.MAX_TERMINALS} No space left on device\nb'0 0\\r\\n'\n", result.stderr
 
 
 @pytest.mark.docker
@@ -132,7 +132,7 @@ async def test_runtimes_that_share_the_kernel_share_the_bounds(runtime, root):
     try:
         sandbox = await backend.open(replace(SPEC, runtime=runtime))
         code = "import os\nkept = []\ntry:\n    while True: kept.append(os.openpty())\nexcept OSError: print(len(kept))\n"
-        assert (await sandbox.python(code, timeout_s=20)).stdout == f"{limits.TERMINALS}\n"
+        assert (await sandbox.python(code, timeout_s=20)).stdout == f"{limits.MAX_TERMINALS}\n"
         settings = await sandbox.exec(["cat", "/proc/sys/net/ipv4/tcp_rmem"], timeout_s=20)
         assert settings.stdout.split() == limits.NETWORK_SETTINGS["net.ipv4.tcp_rmem"].split()
         await sandbox.write("file", b"x")

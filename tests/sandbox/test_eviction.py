@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
     for key in (OLD, USED):
         for path in (tmp_path / "images" / key).iterdir():
             age(path, 40)
-    images.note_use(tmp_path / "images" / USED / SERVER)
+    images.record_use(tmp_path / "images" / USED / SERVER)
     return tmp_path / "images"
 
 
@@ -70,7 +70,7 @@ def test_what_a_killed_build_left_goes_at_once_unless_somebody_builds(cache):
 @pytest.mark.docker
 async def test_images_of_the_daemon_go_with_their_folder(cache, tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST")
-    api = library.APIClient(base_url=docker_client.address(), version=docker_client.API_VERSION)
+    api = library.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION)
     (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
     tags = {key: f"agentrl/eviction-test:{key}" for key in (OLD, NEW, "f" * 16)}
     try:

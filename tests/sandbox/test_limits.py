@@ -23,10 +23,10 @@ specs = st.builds(
 @given(specs)
 def test_full_disks_leave_memory_to_go_on(spec):
     files = 2 * limits.disk_bytes(spec) + limits.shared_memory_bytes(spec)
-    empty_files = len(limits.WRITABLE) * limits.inodes(spec) * limits.INODE_BYTES
+    empty_files = len(limits.WRITABLE_FOLDERS) * limits.max_inodes(spec) * limits.INODE_BYTES
     assert 0 < limits.disk_bytes(spec) <= spec.disk_mb * MEBIBYTE
     assume(spec.memory_mb >= 80)  # of smaller ones the disk may take more
-    assert files + empty_files + limits.RESERVE <= spec.memory_mb * MEBIBYTE
+    assert files + empty_files + limits.RESERVED_BYTES <= spec.memory_mb * MEBIBYTE
 
 
 @given(specs)
@@ -53,6 +53,6 @@ def test_users_belong_to_one_sandbox(name, other):
 
 def test_programs_are_told_who_they_are(tmp_path):
     options = limits.server_options("sandbox", SandboxSpec(image="image", cpus=1.0))
-    shown = limits.describe(tmp_path, options)
+    shown = limits.write_system_files(tmp_path, options)
     assert f"agent:x:{options['agent']}:" in shown["/etc/passwd"].read_text()
     assert shown[limits.CORES_FILE].read_text() == f"{options['cores'][0]}\n"

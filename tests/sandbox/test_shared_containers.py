@@ -14,8 +14,8 @@ import pytest
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import DockerBackend, docker, docker_client, limits, list_open, shared_containers
-from agentrl.sandbox.attacks import attack
-from agentrl.sandbox.conformance import CHECKS, check
+from agentrl.sandbox.attacks import run_attacks
+from agentrl.sandbox.conformance import CHECKS, check_conformance
 from agentrl.sandbox.inside.room import PERIOD_US, Groups
 from agentrl.sandbox.lease import lease
 from tests.sandbox.building import ALONE, SPEC, inner_pid, processes_of
@@ -97,7 +97,7 @@ async def test_an_exec_server_keeps_neither_rights_nor_descriptors_of_its_contai
         if lease() in mounts_of(other) and "/agentrl/link" not in mounts_of(pid) and sandbox.id not in mounts_of(other)
     )
     status = Path(f"/proc/{pid}/status").read_text()
-    kept = sum(1 << number for number in limits.server_rights().values())
+    kept = sum(1 << number for number in limits.server_capabilities().values())
     for name in ("CapPrm", "CapEff"):
         assert int(re.search(rf"{name}:\t(\w+)", status)[1], 16) == kept
     for name in ("CapInh", "CapBnd", "CapAmb"):
@@ -153,7 +153,7 @@ async def test_a_container_that_is_full_or_used_up_is_followed_by_another(backen
 
 
 async def test_few_containers_wait_without_a_sandbox(backend, monkeypatch):
-    monkeypatch.setattr(shared_containers, "IDLE", 1)
+    monkeypatch.setattr(shared_containers, "MAX_IDLE", 1)
     sandboxes = [await backend.open(replace(SPEC, memory_mb=128 + number)) for number in range(3)]
     names = [name for name in containers()]
     assert len(names) == 3
@@ -243,7 +243,7 @@ async def test_where_containers_cannot_be_shared_each_sandbox_gets_its_own(kind,
 
 @pytest.mark.parametrize("name", CHECKS)
 async def test_conformance_of_a_container_for_each(backend, name):
-    results = [result for result in await check(backend, ALONE, only=name) if result.name == name]
+    results = [result for result in await check_conformance(backend, ALONE, only=name) if result.name == name]
     assert [(result.name, result.detail) for result in results] == [(name, "")]
 
 
@@ -252,7 +252,7 @@ async def test_conformance_of_a_container_for_each(backend, name):
 async def test_every_attack_on_a_container_for_each_is_contained(root):
     async with opened(root) as backend:
         spec = SandboxSpec(image="image", memory_mb=192, processes=48, disk_mb=16, open_files=128, runtime="crun")
-        results = await attack(backend, spec)
+        results = await run_attacks(backend, spec)
     assert [(result.name, result.evidence) for result in results if result.verdict not in ("contained", "not promised")] == []
 
 

@@ -135,7 +135,7 @@ class Relay:
 
 @pytest.mark.docker
 async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_path, monkeypatch):
-    real = docker_client.address()
+    real = docker_client.daemon_address()
     relay = Relay(str(tmp_path / "relay.sock"), real.removeprefix("unix://"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/relay.sock")
     backend = DockerBackend(run_label="test", root=root)

@@ -13,8 +13,8 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import channel, channel_sandbox, processes, select_backend, shared_containers
-from agentrl.sandbox.processes import Process, Residents
-from agentrl.sandbox.shared_containers import Keeper
+from agentrl.sandbox.processes import Process, SandboxProcesses
+from agentrl.sandbox.shared_containers import KeeperClient
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
 
@@ -164,9 +164,9 @@ async def test_programs_left_behind_keep_no_file_operation_from_its_end(backend,
 def test_a_process_number_that_belongs_to_another_by_now_is_not_signalled():
     """Between the list of processes and the signal the kernel may have given the number away."""
     mine = processes._seen(os.getpid())
-    Residents(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
-    Residents(server=1, agent=2)._kill(replace(mine, inner=mine.inner + 1))
-    Residents(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner=1, state="R"))
+    SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
+    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner=mine.inner + 1))
+    SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner=1, state="R"))
 
 
 def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
@@ -174,7 +174,7 @@ def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
         return Process(pid=pid, parent=parent, user=user, inner=inner, state=state)
 
     processes = [seen(7, 1, 7), seen(8, 7, 1), seen(9, 8, 2), seen(10, 9, 3), seen(11, 8, 4, "Z"), seen(12, 1, 12), seen(13, 12, 1)]
-    who = Residents(server=1000, agent=1000, top=7)
+    who = SandboxProcesses(server=1000, agent=1000, top=7)
     assert [process.pid for process in who._programs(processes)] == [9, 10]
     assert [process.pid for process in who._servers(processes)] == [8]
 
@@ -211,7 +211,7 @@ async def test_a_keeper_that_reads_nothing_for_a_while_loses_no_sandbox():
     """Its socket is full: requests wait, or fail alone; the connection, and with it every sandbox of the container, stays."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    keeper = Keeper(ours, "container")
+    keeper = KeeperClient(ours, "container")
     room = keeper.open({"name": "first"}, {})
     with pytest.raises(SandboxError, match="does not read its requests"):
         for _ in range(100_000):

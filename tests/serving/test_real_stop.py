@@ -14,7 +14,7 @@ import pytest
 from agentrl.base.liveness import Liveness
 from agentrl.errors import ServingError
 from agentrl.records import Completion, SamplingParams, VersionState, codec
-from agentrl.serving.supervisor import ServedPolicy
+from agentrl.serving.supervisor import SupervisedServer
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from agentrl.version import FolderRegistry
 from tests.serving.conftest import RECIPE
@@ -36,7 +36,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
     base = registry.get(0)
     assert base is not None
     alerts: list[str] = []
-    policy = ServedPolicy(RECIPE, tmp_path, registry, alert=alerts.append)
+    policy = SupervisedServer(RECIPE, tmp_path, registry, alert=alerts.append)
 
     async def ask(number: int, tokens: int) -> Completion:
         return await policy.generate(PROMPT, SamplingParams(max_tokens=tokens), request_id=f"e{number}-0", timeout_s=300.0)

@@ -17,9 +17,9 @@ from agentrl.errors import ServingError, SwapError
 from agentrl.protocols import CacheUse
 from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionSpan, VersionState, codec
 from agentrl.serving import UnsentError, server_pool, supervisor
-from agentrl.serving.process import threads_or_all
-from agentrl.serving.server import VLLMServer, log_name
-from agentrl.serving.server_pool import ReplicatedPolicy, alike_together
+from agentrl.serving.process import thread_count
+from agentrl.serving.server import VLLMServer, server_log_name
+from agentrl.serving.server_pool import ServerPool, max_load_lead
 from agentrl.version import FolderRegistry
 from tests.waiting import until
 
@@ -51,7 +51,7 @@ class Server:
         self.control, self.share, self.end = self, 0.0, "it died"
 
     async def differs(self, number: int, probe: Probe) -> float:
-        """In place of `agentrl.serving.probe.disagreement`."""
+        """In place of `agentrl.serving.probe.max_logprob_difference`."""
         self.probed.append((self.replica, number))
         return 0.0
 
@@ -128,10 +128,10 @@ class Client:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, double in (("VLLMServer", Server), ("open_channel", Channel), ("TokenClient", Client)):
         monkeypatch.setattr(supervisor, name, double)
-    monkeypatch.setattr(supervisor, "disagreement", Server.differs)
+    monkeypatch.setattr(supervisor, "max_logprob_difference", Server.differs)
     monkeypatch.setattr(supervisor, "_WATCH_S", 0.005)
     monkeypatch.setattr(Server, "probed", [])
-    monkeypatch.setattr(server_pool, "LOOK_S", 0.002)
+    monkeypatch.setattr(server_pool, "POLL_S", 0.002)
     for owner, name, empty in ((Server, "newest", {}), (Server, "started", []), (Server, "broken", set()), (Channel, "during", None)):
         monkeypatch.setattr(owner, name, empty)
 
@@ -149,11 +149,11 @@ def publish(registry: FolderRegistry, number: int, weights: bytes = b"") -> Poli
 
 
 @asynccontextmanager
-async def running(run: Path, recipe: Recipe = RECIPE) -> AsyncIterator[tuple[ReplicatedPolicy, FolderRegistry, asyncio.Task[None]]]:
+async def running(run: Path, recipe: Recipe = RECIPE) -> AsyncIterator[tuple[ServerPool, FolderRegistry, asyncio.Task[None]]]:
     """Version 0 on every replica, watched."""
     registry = FolderRegistry(run / "versions")
     base = publish(registry, 0)
-    policy = ReplicatedPolicy(recipe, run, registry)
+    policy = ServerPool(recipe, run, registry)
     await policy.start(base)
     registry.set_state(0, VersionState.SERVING)
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
@@ -167,7 +167,7 @@ async def running(run: Path, recipe: Recipe = RECIPE) -> AsyncIterator[tuple[Rep
         registry.close()
 
 
-async def ask(policy: ReplicatedPolicy, episode: str, turn: int = 0, tokens: int = 10) -> tuple[int, int]:
+async def ask(policy: ServerPool, episode: str, turn: int = 0, tokens: int = 10) -> tuple[int, int]:
     """The replica that answered, and the version it sampled with."""
     answer = await policy.generate((1,) * tokens, PARAMS, request_id=f"{episode}-{turn}", timeout_s=5.0)
     return answer.token_ids[1], answer.versions[0].version
@@ -470,7 +470,7 @@ async def test_admission_knows_each_cache_and_counts_a_reading_when_all_were_rea
     ],
 )
 def test_how_far_ahead_a_replica_may_be_for_its_group(rollout: dict[str, Any], wanted: int) -> None:
-    assert alike_together(RECIPE.but({f"rollout.{key}": value for key, value in rollout.items()})) == wanted
+    assert max_load_lead(RECIPE.but({f"rollout.{key}": value for key, value in rollout.items()})) == wanted
 
 
 def test_each_replica_has_a_log_and_a_scratch_folder_of_its_own_and_its_share_of_the_cores(
@@ -478,7 +478,7 @@ def test_each_replica_has_a_log_and_a_scratch_folder_of_its_own_and_its_share_of
 ) -> None:
     names = ("", "0", "gate")
     made = [VLLMServer(recipe=RECIPE, model=tmp_path, version=0, run_dir=tmp_path, name=name) for name in names]
-    assert [server.log_path.name for server in made] == ["server.log", "server-0.log", "server-gate.log"] == [*map(log_name, names)]
+    assert [server.log_path.name for server in made] == ["server.log", "server-0.log", "server-gate.log"] == [*map(server_log_name, names)]
     assert len({server._scratch_of for server in made}) == 3
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert [threads_or_all(threads, servers=servers) for threads, servers in ((0, 1), (0, 3), (0, 9), (5, 2))] == [8, 2, 1, 5]
+    assert [thread_count(threads, servers=servers) for threads, servers in ((0, 1), (0, 3), (0, 9), (5, 2))] == [8, 2, 1, 5]

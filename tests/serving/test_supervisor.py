@@ -24,7 +24,7 @@ from agentrl.protocols import Policy
 from agentrl.records import ADAPTER, Completion, Episode, Limits, PolicyVersion, Probe, Sample, SamplingParams, Score, Task
 from agentrl.records.sampling import Sampling, Supports
 from agentrl.rollout import EpisodeRunner, GroupRunner
-from agentrl.serving.probe import disagreement
+from agentrl.serving.probe import max_logprob_difference
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.tiny_model import VOCABULARY, make_model, make_probe, token_logprobs, write_version
 from agentrl.version import deltas
@@ -136,9 +136,9 @@ async def test_the_probe_sees_a_stale_output_head(served: Served) -> None:
     await control.reload(str(served.server.run_dir / served.versions[2].folder), 2)
     await control.resume()
     assert await control.version() == "2"
-    assert await disagreement(served.server, 2, served.probes[2]) > 0.1
+    assert await max_logprob_difference(served.server, 2, served.probes[2]) > 0.1
     await served.swap(2)
-    assert await disagreement(served.server, 2, served.probes[2]) < 1e-3
+    assert await max_logprob_difference(served.server, 2, served.probes[2]) < 1e-3
 
 
 async def test_a_model_of_another_shape_is_refused_before_any_weight_moves(served: Served, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ async def test_a_model_of_another_shape_is_refused_before_any_weight_moves(serve
     version = write_version(served.server.run_dir, 9, other)
     with pytest.raises(SwapError, match=r"tensor model\.layers\.3"):
         await served.channel.swap(version, served.server.run_dir / version.folder, served.probes[1], max_abs_diff=1e-3, timeout_s=300)
-    assert await disagreement(served.server, 1, served.probes[1]) < 1e-3
+    assert await max_logprob_difference(served.server, 1, served.probes[1]) < 1e-3
 
 
 async def test_weights_that_are_not_finite_are_refused(served: Served) -> None:
@@ -161,7 +161,7 @@ async def test_weights_that_are_not_finite_are_refused(served: Served) -> None:
     version = write_version(served.server.run_dir, 10, poisoned)
     with pytest.raises(SwapError):
         await served.channel.swap(version, served.server.run_dir / version.folder, served.probes[1], max_abs_diff=1e-3, timeout_s=300)
-    assert await disagreement(served.server, 1, served.probes[1]) < 1e-3
+    assert await max_logprob_difference(served.server, 1, served.probes[1]) < 1e-3
 
 
 async def test_weights_from_outside_the_run_are_refused_by_the_server_itself(served: Served, tmp_path: Path) -> None:
@@ -237,13 +237,13 @@ async def test_an_adapter_that_is_refused_leaves_the_one_before_it(served: Serve
     served.versions[23], _ = write_adapter(served, 23)
     with pytest.raises(SwapError, match="nats on the probe"):
         await served.swap(23, probe=22)
-    assert await disagreement(served.server, 22, served.probes[22]) < 1e-3
+    assert await max_logprob_difference(served.server, 22, served.probes[22]) < 1e-3
     other = served.server.run_dir / served.versions[23].folder / ADAPTER
     other.write_bytes(other.read_bytes().replace(b"down_proj", b"none_proj"))
     served.versions[23] = dataclasses.replace(served.versions[23], sha256=hashlib.sha256(other.read_bytes()).hexdigest())
     with pytest.raises(SwapError, match="do not fit the model's weight None"):
         await served.swap(23, probe=22)
-    assert await disagreement(served.server, 22, served.probes[22]) < 1e-3
+    assert await max_logprob_difference(served.server, 22, served.probes[22]) < 1e-3
     completion = await served.generate(PROMPT, max_tokens=8)
     assert [span.version for span in completion.versions] == [22]
 
@@ -281,7 +281,7 @@ def learners_logprobs(model: Any, prompt: list[int], completion: Completion, tem
     """Logprobs of a completion's tokens by `TokenScorer`, over their supports; and all logits over the temperature, float64."""
     import torch
 
-    from agentrl.learner.packing import micro_batch
+    from agentrl.learner.packing import build_micro_batch
     from agentrl.learner.token_scorer import LogprobHead
 
     ids = (*prompt, *completion.token_ids)
@@ -296,7 +296,7 @@ def learners_logprobs(model: Any, prompt: list[int], completion: Completion, tem
         advantages=(0.0,) * len(ids),
         supports=Supports.joined([len(prompt), completion.supports or len(completion.token_ids)]),
     )
-    batch = micro_batch((sample,), torch.device("cpu"))
+    batch = build_micro_batch((sample,), torch.device("cpu"))
     with torch.no_grad():
         hidden = model.model(torch.tensor([ids])).last_hidden_state[0, batch.positions]
         logprobs, _ = LogprobHead(model.lm_head, 10**6)(hidden, batch.targets, temperature, batch.supports)
@@ -361,7 +361,7 @@ async def test_deltas_are_applied_to_what_the_server_has_and_otherwise_loaded_wh
         whole[number] = tmp_path / f"{number}.safetensors"
         shutil.copyfile(folder / "model.safetensors", whole[number])
         if parent is not None:
-            assert deltas.encode(whole[parent], whole[number], folder, number=parent) is not None
+            assert deltas.write_delta(whole[parent], whole[number], folder, number=parent) is not None
             (folder / "model.safetensors").unlink()
         versions[number] = dataclasses.replace(written, folder=f"versions/{number:06d}", parent=parent)
 

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import ServingError
 from agentrl.serving import transport
-from agentrl.serving.transport import UnsentError, Wire
+from agentrl.serving.transport import HttpTransport, UnsentError
 from tests.waiting import until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -54,10 +54,10 @@ class Server:
 
 
 @asynccontextmanager
-async def served(answer: Callable[[int], bytes | None], *, max_connections: int = 8) -> AsyncIterator[tuple[Server, Wire]]:
+async def served(answer: Callable[[int], bytes | None], *, max_connections: int = 8) -> AsyncIterator[tuple[Server, HttpTransport]]:
     script = Server(answer)
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
-    made = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", max_connections=max_connections)
+    made = HttpTransport(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", max_connections=max_connections)
     try:
         yield script, made
     finally:

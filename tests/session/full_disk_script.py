@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.error_text import disk_full
+from agentrl.base.error_text import disk_full_error
 from agentrl.experience import SqliteStore
-from agentrl.learner.disk import writing
-from agentrl.learner.failure_log import FailureLog
-from agentrl.learner.update_guard import Setback
+from agentrl.learner.disk import disk_errors_raised
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.update_guard import UpdateFailure
 from agentrl.observe import RunTracker, Summary
 from agentrl.records import Blame, Failure, Group, PolicyVersion
-from agentrl.rollout import left_out_group
+from agentrl.rollout import excluded_group
 from agentrl.version import FolderRegistry
 
 BLOCK = b"x" * 4096
@@ -36,7 +36,7 @@ def fill(folder: Path) -> None:
 
 def group(index: int) -> Group:
     message = os.urandom(8000).hex()  # nothing that compresses
-    return left_out_group(index, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=message), size=1)
+    return excluded_group(index, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=message), size=1)
 
 
 def light(run: Path) -> dict[str, Callable[[], Any]]:
@@ -44,7 +44,7 @@ def light(run: Path) -> dict[str, Callable[[], Any]]:
     summary = Summary(
         name="x", finished=False, steps=0, episodes=0, episodes_left_out=0, tokens_trained=0, weight_swaps=0, sandbox_backend="b", seed=0
     )
-    setback = Setback(step=0, what="group", groups=(0,), episodes=("e",), action="skip", reasons=("r" * 9000,), metrics={})
+    setback = UpdateFailure(step=0, what="group", groups=(0,), episodes=("e",), action="skip", reasons=("r" * 9000,), metrics={})
     metrics = {f"metric {number}": 1.0 for number in range(300)}
     return {
         "store": lambda: [store.put(group(index)) for index in range(40)],
@@ -52,7 +52,7 @@ def light(run: Path) -> dict[str, Callable[[], Any]]:
         "closing metrics": tracker.close,
         "summary": lambda: summary.write(run),
         "registry": lambda: registry.add(PolicyVersion(number=1, parent=None, folder="versions/000001", sha256="0" * 64)),
-        "failures": lambda: FailureLog(run).append((setback,)),
+        "failures": lambda: UpdateFailureLog(run).append((setback,)),
     }
 
 
@@ -63,7 +63,7 @@ def heavy(run: Path) -> dict[str, Callable[[], Any]]:
     tensors = {"a": torch.zeros(100_000)}
 
     def guarded(save: Callable[[], Any]) -> None:
-        with writing("it"):
+        with disk_errors_raised("it"):
             save()
 
     return {
@@ -81,7 +81,7 @@ def main() -> None:
         try:
             attempt()
         except Exception as error:
-            said[name] = [type(error).__name__, str(error), disk_full(error) is not None]
+            said[name] = [type(error).__name__, str(error), disk_full_error(error) is not None]
     print(json.dumps(said))
 
 

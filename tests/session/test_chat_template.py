@@ -16,8 +16,8 @@ from agentrl.errors import UserError
 from agentrl.protocols import TaskFamily
 from agentrl.records import Message, Split, Task
 from agentrl.records.sampling import Sampling
-from agentrl.session.models import export_model, find_model, place_base_version
-from agentrl.session.preflight import check, check_prompt, open_chat
+from agentrl.session.models import copy_base_version, export_model, find_model
+from agentrl.session.preflight import check_prompt, open_chat, run_preflight
 from sandboxes.tables import Tables
 
 MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
@@ -35,12 +35,12 @@ def bare(tmp_path: Path) -> Path:
 
 def test_a_word_that_does_not_exist_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"chat template 'herms' is neither one that ships \(hermes, chatml, llama3, .*\)"):
-        check(RECIPE.but("policy.chat_template=herms", "policy.model=absent"), tmp_path, root=tmp_path)
+        run_preflight(RECIPE.but("policy.chat_template=herms", "policy.model=absent"), tmp_path, root=tmp_path)
 
 
 def test_a_form_of_calls_that_nothing_reads_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"policy\.tool_format=hermse: there is no reader for it\n  fix: known are hermes, qwen3_coder"):
-        check(RECIPE.but("policy.tool_format=hermse", "policy.model=absent"), tmp_path, root=tmp_path)
+        run_preflight(RECIPE.but("policy.tool_format=hermse", "policy.model=absent"), tmp_path, root=tmp_path)
     assert open_chat(MODEL, policy=RECIPE.policy).tool_format == "hermes"
     with pytest.raises(UserError, match="rewritten_context=restart: this chat template is extended exactly, so it does nothing"):
         open_chat(MODEL, policy=RECIPE.policy.but("rewritten_context=restart"))
@@ -50,23 +50,23 @@ def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path
     with pytest.raises(UserError, match=r"has no chat template.*\n  fix: set policy\.chat_template"):
         find_model("bare", tmp_path)
     with pytest.raises(UserError, match="'f'"):  # the template was no hindrance; the family is
-        check(RECIPE.but({"policy.model": "bare", "policy.chat_template": "hermes"}), tmp_path, root=tmp_path)
+        run_preflight(RECIPE.but({"policy.model": "bare", "policy.chat_template": "hermes"}), tmp_path, root=tmp_path)
 
 
 def test_a_run_that_has_begun_does_not_look_for_its_template_again(bare: Path, tmp_path: Path) -> None:
     recipe = RECIPE.but({"policy.model": "bare", "policy.chat_template": "gone.jinja"})
     with pytest.raises(UserError, match=r"chat template 'gone\.jinja' is neither"):
-        check(recipe, tmp_path, root=tmp_path)
-    place_base_version(bare, tmp_path / "versions" / "000000", template=HERMES)
+        run_preflight(recipe, tmp_path, root=tmp_path)
+    copy_base_version(bare, tmp_path / "versions" / "000000", template=HERMES)
     with pytest.raises(UserError, match="'f'"):
-        check(recipe, tmp_path, root=tmp_path)
+        run_preflight(recipe, tmp_path, root=tmp_path)
 
 
 def test_the_template_of_the_recipe_goes_into_every_version_and_into_the_result(bare: Path, tmp_path: Path) -> None:
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "the model's own"}))
     base = tmp_path / "versions" / "000000"
-    place_base_version(bare, base, template=HERMES)
+    copy_base_version(bare, base, template=HERMES)
     export_model(base, tmp_path / "model", base=base, sampling=Sampling(temperature=0.5))
     task = Tables(seed=0).task(Split.TRAIN, 0)
     wanted = open_chat(bare, HERMES).opening(task.prompt, [TOOL])

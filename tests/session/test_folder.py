@@ -18,18 +18,26 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.config.section import Section, named_section_of, resumable_keys, section_of
 from agentrl.errors import RecipeError, UserError
 from agentrl.observe import Summary, sessions
-from agentrl.session.folder import Start, check_same, claimed, finished, given_before, merged, write_start
+from agentrl.session.folder import (
+    RunStart,
+    check_resumed_recipe,
+    claim_run_folder,
+    finished_summary,
+    merge_overrides,
+    recorded_overrides,
+    write_start,
+)
 
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
 def folder_for(runs: Path, *, resume: bool = False, wanted: Path | None = None) -> Path:
-    with claimed(wanted, runs, "q", resume=resume, command="test") as folder:
+    with claim_run_folder(wanted, runs, "q", resume=resume, command="test") as folder:
         return folder
 
 
-def hold_run(folder: Path, overrides: Sequence[str] = (), recipe: Recipe = RECIPE) -> Start:
-    start = Start(recipe=Path("recipes/mine.py"), folder=folder, overrides=tuple(overrides))
+def hold_run(folder: Path, overrides: Sequence[str] = (), recipe: Recipe = RECIPE) -> RunStart:
+    start = RunStart(recipe=Path("recipes/mine.py"), folder=folder, overrides=tuple(overrides))
     write_start(folder, apply_overrides(recipe, list(overrides)), start)
     return start
 
@@ -48,21 +56,21 @@ def test_a_fresh_run_gets_the_first_free_folder_and_resume_the_last_that_holds_o
 def test_a_finished_run_is_finished_under_its_own_recipe_alone(tmp_path: Path) -> None:
     """Else `--resume` starts a server, evaluates and exports everything a second time."""
     hold_run(tmp_path)
-    assert finished(tmp_path, RECIPE) is None, "the driver was killed"
-    sessions.end(tmp_path, "finished")
-    assert finished(tmp_path, RECIPE) is None, "there is no summary"
+    assert finished_summary(tmp_path, RECIPE) is None, "the driver was killed"
+    sessions.record_end(tmp_path, "finished")
+    assert finished_summary(tmp_path, RECIPE) is None, "there is no summary"
     made = Summary(
         name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0
     )
     made.write(tmp_path)
-    assert finished(tmp_path, RECIPE) == made
+    assert finished_summary(tmp_path, RECIPE) == made
     further = RECIPE.but({"steps": RECIPE.steps + 1})
-    assert finished(tmp_path, further) is None, "more steps are to be made"
+    assert finished_summary(tmp_path, further) is None, "more steps are to be made"
     hold_run(tmp_path, recipe=further)
-    assert finished(tmp_path, further) is None, "and this start has not ended yet"
-    sessions.end(tmp_path, "failed", why="no model")
-    assert finished(tmp_path, further) is None and finished(tmp_path, RECIPE) is None
-    assert [one.ended for one in sessions.read(tmp_path)] == ["finished", "failed"]
+    assert finished_summary(tmp_path, further) is None, "and this start has not ended yet"
+    sessions.record_end(tmp_path, "failed", why="no model")
+    assert finished_summary(tmp_path, further) is None and finished_summary(tmp_path, RECIPE) is None
+    assert [one.ended for one in sessions.read_sessions(tmp_path)] == ["finished", "failed"]
 
 
 def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:
@@ -84,20 +92,20 @@ def test_resume_needs_a_run_and_makes_no_folder(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_its_overrides_again_and_says_what_changes(tmp_path: Path) -> None:
     hold_run(tmp_path, ["steps=24", "learner.lr=1e-3", "critic={}", "objective.advantage=gae"])
-    before = given_before(tmp_path)
-    assert check_same(tmp_path, apply_overrides(RECIPE, list(before))) == []
-    longer = merged(before, ["steps=30", "learner.ranks=2"])
-    assert check_same(tmp_path, apply_overrides(RECIPE, list(longer))) == ["steps 24 -> 30", "learner.ranks 1 -> 2"]
+    before = recorded_overrides(tmp_path)
+    assert check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(before))) == []
+    longer = merge_overrides(before, ["steps=30", "learner.ranks=2"])
+    assert check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(longer))) == ["steps 24 -> 30", "learner.ranks 1 -> 2"]
     with pytest.raises(RecipeError, match=r"differs from the run's: learner\.lr 0\.001 -> 0\.002") as error:
-        check_same(tmp_path, apply_overrides(RECIPE, list(merged(before, ["learner.lr=2e-3"]))))
+        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(merge_overrides(before, ["learner.lr=2e-3"]))))
     assert "steps" in error.value.fix and "docs/" not in str(error.value)
 
 
 def test_a_damaged_record_of_the_start_is_told(tmp_path: Path) -> None:
-    assert given_before(tmp_path) == ()
+    assert recorded_overrides(tmp_path) == ()
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"run\.json is damaged"):
-        given_before(tmp_path)
+        recorded_overrides(tmp_path)
 
 
 HARD = ['tasks.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name=a;b", "steps=3", "sandbox.backend=bubblewrap"]
@@ -106,7 +114,7 @@ HARD = ['tasks.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name
 def test_the_resume_command_is_the_one_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell takes it apart into what was given, --resume added."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/agentrl", "train"])
-    start = Start(recipe=Path("my recipes/r.py"), folder=tmp_path / "a run", overrides=tuple(HARD))
+    start = RunStart(recipe=Path("my recipes/r.py"), folder=tmp_path / "a run", overrides=tuple(HARD))
     words = shlex.split(start.command(resume=True))
     assert words == ["/somewhere/bin/agentrl", "train", "my recipes/r.py", *HARD[:4], "--run-dir", str(tmp_path / "a run"),
                      "--sandbox", "bubblewrap", "--resume"]  # fmt: skip
@@ -133,8 +141,8 @@ OVERRIDES = st.lists(KEYS.flatmap(lambda key: st.sampled_from([f"{key}={value}" 
 def test_merged_overrides_mean_what_both_mean_one_after_the_other(earlier: list[str], later: list[str]) -> None:
     frame = ["objective.advantage=gae", "critic={}"]
     one_by_one = apply_overrides(RECIPE, [*frame, *earlier, *later])
-    assert apply_overrides(RECIPE, list(merged([*frame, *earlier], later))) == one_by_one
-    assert merged(merged(earlier, later), later) == merged(earlier, later)
+    assert apply_overrides(RECIPE, list(merge_overrides([*frame, *earlier], later))) == one_by_one
+    assert merge_overrides(merge_overrides(earlier, later), later) == merge_overrides(earlier, later)
 
 
 def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
@@ -171,15 +179,17 @@ def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
 def test_what_helps_a_slow_server_may_change_on_a_resume(tmp_path: Path) -> None:
     hold_run(tmp_path)
     faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.max_retries=5"]
-    assert len(check_same(tmp_path, apply_overrides(RECIPE, faster))) == 4
+    assert len(check_resumed_recipe(tmp_path, apply_overrides(RECIPE, faster))) == 4
     with pytest.raises(RecipeError, match=r"rollout\.temperature 1\.0 -> 0\.5") as error:
-        check_same(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.temperature=0.5"]))
+        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.temperature=0.5"]))
     assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
 
 
 def test_servers_of_judges_may_be_given_more_but_not_other_weights(tmp_path: Path) -> None:
     recipe = apply_overrides(RECIPE, ['judge_servers.small={"model": "m"}'])
     hold_run(tmp_path, recipe=recipe)
-    assert check_same(tmp_path, apply_overrides(recipe, ["judge_servers.small.threads=2"])) == ["judge_servers.small.threads 1 -> 2"]
+    assert check_resumed_recipe(tmp_path, apply_overrides(recipe, ["judge_servers.small.threads=2"])) == [
+        "judge_servers.small.threads 1 -> 2"
+    ]
     with pytest.raises(RecipeError, match=r"judge_servers\.small\.model"):
-        check_same(tmp_path, apply_overrides(recipe, ["judge_servers.small.model=other"]))
+        check_resumed_recipe(tmp_path, apply_overrides(recipe, ["judge_servers.small.model=other"]))

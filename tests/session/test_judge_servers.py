@@ -20,9 +20,14 @@ from agentrl.config import Recipe
 from agentrl.errors import RecipeError, ServingError, UserError
 from agentrl.judge import Endpoint, Judge, served, servers
 from agentrl.judge.forms import CORRECT
-from agentrl.judge.reward_record import save
+from agentrl.judge.reward_record import save_record
 from agentrl.serving.judge_server import JudgeServer
-from agentrl.session.judge_servers import check_named, check_tokens, declare, judge_servers
+from agentrl.session.judge_servers import (
+    check_judge_servers_used,
+    check_reward_model_vocabulary,
+    declare_judge_servers,
+    running_judge_servers,
+)
 from tests.judge.judge_parts import TASK, episode
 from tests.waiting import until
 
@@ -56,7 +61,7 @@ def recipe(**judge: object) -> Recipe:
 @pytest.fixture(autouse=True)
 def undeclared() -> Iterator[None]:
     yield
-    servers.declare({})
+    servers.register_servers({})
 
 
 @pytest.fixture
@@ -64,14 +69,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", ANSWERS, str(port)])
     monkeypatch.setattr("agentrl.serving.server.serving_device", lambda recipe: "cpu")
     monkeypatch.setattr(judge_servers_module, "_WATCH_S", 0.05)
-    servers.declare({"small": servers.Declared(folder=Path("m"), weights="", reward_model=False)})
+    servers.register_servers({"small": servers.JudgeServer(folder=Path("m"), weights="", reward_model=False)})
 
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_server_that_dies_is_started_again_and_its_judges_wait(tmp_path: Path) -> None:
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
-    known = servers.declared()["small"]
-    async with judge_servers(recipe(max_restarts=1), {"small": Path("m")}, folder=tmp_path) as running:
+    known = servers.registered_servers()["small"]
+    async with running_judge_servers(recipe(max_restarts=1), {"small": Path("m")}, folder=tmp_path) as running:
         assert (await judge(TASK, episode())).value == 1.0, "asked before the server was up"
         await running.ready()
         first = running.pid("small")
@@ -93,32 +98,32 @@ async def test_a_server_that_dies_is_started_again_and_its_judges_wait(tmp_path:
 @pytest.mark.usefixtures("scripted")
 async def test_one_that_cannot_be_started_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", "raise SystemExit('no such model')"])
-    async with judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
+    async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
         with pytest.raises(ServingError, match="the judge's server small ended with code 1"):
             await running.ready()
-        assert "cannot be started" in servers.declared()["small"].refused
-    async with judge_servers(recipe(), {}, folder=tmp_path) as none:
+        assert "cannot be started" in servers.registered_servers()["small"].refused
+    async with running_judge_servers(recipe(), {}, folder=tmp_path) as none:
         await asyncio.wait_for(none.ready(), 1)
 
 
 def test_what_a_recipe_says_of_its_judges_is_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(UserError, match=r"judge_servers\.small\.model: .* lacks"):
-        declare(recipe(), {"small": tmp_path})
+        declare_judge_servers(recipe(), {"small": tmp_path})
     for name, text in (("tokenizer_config.json", "{}"), ("tokenizer.json", "{}"), ("chat_template.jinja", "x")):
         (tmp_path / name).write_text(text)
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(UserError, match=r"judge_servers\.small\.max_model_len=2048, and the model has 512 positions"):
-        declare(recipe(), {"small": tmp_path})
-    declare(recipe(max_model_len=512), {"small": tmp_path})
-    assert not servers.declared()["small"].reward_model and len(servers.declared()["small"].weights) == 64
-    before = servers.declared()["small"].weights
+        declare_judge_servers(recipe(), {"small": tmp_path})
+    declare_judge_servers(recipe(max_model_len=512), {"small": tmp_path})
+    assert not servers.registered_servers()["small"].reward_model and len(servers.registered_servers()["small"].weights) == 64
+    before = servers.registered_servers()["small"].weights
     (tmp_path / "chat_template.jinja").write_text("y")
-    declare(recipe(max_model_len=512), {"small": tmp_path})
-    assert servers.declared()["small"].weights != before
-    servers.declare({"nobody-asks": servers.Declared(folder=tmp_path, weights="", reward_model=False)})
+    declare_judge_servers(recipe(max_model_len=512), {"small": tmp_path})
+    assert servers.registered_servers()["small"].weights != before
+    servers.register_servers({"nobody-asks": servers.JudgeServer(folder=tmp_path, weights="", reward_model=False)})
     with pytest.raises(UserError, match=r"judge_servers\.nobody-asks would start a server that no judge"):
-        check_named()
+        check_judge_servers_used()
 
 
 def test_a_reward_model_that_reads_tokens_has_the_policys_vocabulary(tmp_path: Path) -> None:
@@ -127,13 +132,13 @@ def test_a_reward_model_that_reads_tokens_has_the_policys_vocabulary(tmp_path: P
         folder.mkdir()
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
     (model / "model.safetensors").write_bytes(b"weights")
-    servers.declare({"mine": servers.Declared(folder=model, weights="", reward_model=True)})
-    save(model, shows=("answer",), offset=0.0, scale=1.0, max_tokens=8)
-    check_tokens(policy)
-    save(model, shows=(), offset=0.0, scale=1.0, max_tokens=8)
+    servers.register_servers({"mine": servers.JudgeServer(folder=model, weights="", reward_model=True)})
+    save_record(model, shows=("answer",), offset=0.0, scale=1.0, max_tokens=8)
+    check_reward_model_vocabulary(policy)
+    save_record(model, shows=(), offset=0.0, scale=1.0, max_tokens=8)
     with pytest.raises(UserError, match="another vocabulary"):
-        check_tokens(policy)
-    check_tokens(model)
+        check_reward_model_vocabulary(policy)
+    check_reward_model_vocabulary(model)
 
 
 def test_keys_of_one_of_several_sections_are_overridden_one_by_one() -> None:

@@ -9,8 +9,8 @@ from agentrl.judge.forms import CORRECT
 from agentrl.observe import Summary
 from agentrl.observe.report import _tiles
 from agentrl.records import Cancelled, Episode, Group, Score, ScoredEpisode, Trajectory
-from agentrl.session.measure import done_without, judges_spent
-from agentrl.testing import ChatServer, Says
+from agentrl.session.measure import cancelled_metrics, judge_costs
+from agentrl.testing import ChatServer, ScriptedAnswer
 from tests.judge.judge_parts import RIGHT, TASK, endpoint, episode
 
 
@@ -22,11 +22,11 @@ def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> 
 
 
 def test_what_groups_went_on_without_is_counted_beside_what_they_have() -> None:
-    assert done_without([group(0, 1.0), group(1, 1.0)]) == {}, "a run without further attempts has no such figures"
+    assert cancelled_metrics([group(0, 1.0), group(1, 1.0)]) == {}, "a run without further attempts has no such figures"
     slow = Cancelled(episode_id="a", reason="spare", turns=2, tokens=300, wall_s=9.0)
     lazy = Cancelled(episode_id="b", reason="spare", turns=0, tokens=0, wall_s=5.0)
     idle = Cancelled(episode_id="c", reason="equal", begun=False)
-    assert done_without([group(0, 1.0, 3.0, cancelled=(slow, idle)), group(1, 2.0, cancelled=(lazy,))]) == {
+    assert cancelled_metrics([group(0, 1.0, 3.0, cancelled=(slow, idle)), group(1, 2.0, cancelled=(lazy,))]) == {
         "attempts_cancelled": 2,
         "attempts_not_begun": 1,
         "tokens_cancelled": 300,
@@ -38,8 +38,8 @@ def test_what_groups_went_on_without_is_counted_beside_what_they_have() -> None:
 
 
 async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_else(tmp_path: Path) -> None:
-    assert judges_spent(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such figures, and no ledger"
-    with ChatServer([Says(RIGHT), Says("I am sorry.")]) as server:
+    assert judge_costs(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such figures, and no ledger"
+    with ChatServer([ScriptedAnswer(RIGHT), ScriptedAnswer("I am sorry.")]) as server:
         for name in ("one", "other"):
             priced = endpoint(server.url, model=name, prices=Prices(prompt=1e6, completion=1e6))
             judge = Judge(endpoint=priced, form=CORRECT)
@@ -47,7 +47,7 @@ async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_
             await judge(TASK, episode())
             await judge(TASK, episode())
             await judge.close()
-    spent = judges_spent(tmp_path)
+    spent = judge_costs(tmp_path)
     figures = {name: spent[name] for name in ("calls", "cached", "unreadable", "prompt_tokens", "completion_tokens")}
     assert figures == {"calls": 3, "cached": 1, "unreadable": 2, "prompt_tokens": 300, "completion_tokens": 30} and spent["money"] == 330
     told = Summary(
@@ -61,4 +61,4 @@ async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_
     for file in tmp_path.glob("judges.sqlite*"):
         file.unlink()
     (tmp_path / "judges.sqlite").write_bytes(b"no database" * 100)
-    assert judges_spent(tmp_path) == {}
+    assert judge_costs(tmp_path) == {}

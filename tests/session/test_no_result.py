@@ -21,7 +21,7 @@ from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
 from agentrl.run import loop
 from agentrl.session import measure
-from agentrl.session.folder import Start
+from agentrl.session.folder import RunStart
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
@@ -62,7 +62,7 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
         update = {"tokens_trained": made.batch.denominator, "weights_changed": changed, "updates_left_out": 0.0, **dropped}
         (folder / "update.json").write_text(json.dumps(update))
         metrics = measure.step_metrics(groups, folder, None, step=0, wall_s=1.0)
-        measure.keep_left_out(folder, 1, groups)
+        measure.record_excluded(folder, 1, groups)
         run.tracker.log(1, metrics)
     return measure.summarize(folder, recipe, {}, backend="scripted", interrupted=False)
 
@@ -113,7 +113,7 @@ async def test_a_run_without_a_result_says_why(tmp_path: Path, family: Family, d
     assert line.get("reward_mean") == (None if left_out else 1.0), "no score is not zero"
     assert summary.left_out_reasons == left_out and summary.episodes_left_out == sum(left_out.values())
     (told,) = summary.problems
-    assert told.startswith(problem) and not measure.learned(tmp_path)
+    assert told.startswith(problem) and not measure.weights_changed(tmp_path)
     if left_out:
         (kept,) = [json.loads(text) for text in (tmp_path / "failures" / "left_out.jsonl").read_text().splitlines()]
         assert kept["step"] == 1 and [len(ids) for ids in kept["left_out"].values()] == [6]
@@ -165,7 +165,7 @@ async def test_an_evaluation_that_is_complete_is_not_made_again(tmp_path: Path) 
             run.registry = Rates()  # type: ignore[assignment]
             run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
             before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0
-            assert await held_out.evaluated_once(run, "before", step=0) == {"heldout": 1.0}
+            assert await held_out.evaluate_once(run, "before", step=0) == {"heldout": 1.0}
             assert run.registry.rates == {"heldout": 1.0}  # type: ignore[attr-defined]
         return len((tmp_path / "j").read_text().splitlines()) - before
 
@@ -190,7 +190,7 @@ async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_c
 
     @asynccontextmanager
     async def fake(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        sessions.begin(tmp_path)
+        sessions.record_start(tmp_path)
         async with opened(tmp_path, Journaled(tmp_path / "j"), Dead(printing("3")), recipe, judged_by(same_for_all)) as run:
             yield run
 
@@ -198,9 +198,9 @@ async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_c
         await loop._roll_out(run)
         raise ExceptionGroup("parts", [InfrastructureError("the run pauses: too many faults")])
 
-    monkeypatch.setattr(loop, "opened", fake)
+    monkeypatch.setattr(loop, "open_run", fake)
     monkeypatch.setattr(loop, "_pipeline", pipeline)
-    start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(ExceptionGroup):
         await loop.train(recipe, start, cast(Any, None), root=tmp_path, console=False)
     summary = Summary.read(tmp_path)
@@ -224,9 +224,9 @@ async def test_a_start_that_fails_before_it_begins_says_nothing_of_the_driver_be
     def fails(*_: Any, **__: Any) -> Any:
         raise InfrastructureError("no sandboxes")
 
-    sessions.begin(tmp_path)  # and was killed
-    monkeypatch.setattr(loop, "opened", fails)
-    start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    sessions.record_start(tmp_path)  # and was killed
+    monkeypatch.setattr(loop, "open_run", fails)
+    start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(InfrastructureError):
         await loop.train(make_recipe(), start, cast(Any, None), root=tmp_path, console=False)
-    assert [one.ended for one in sessions.read(tmp_path)] == ["killed"]
+    assert [one.ended for one in sessions.read_sessions(tmp_path)] == ["killed"]

@@ -5,19 +5,19 @@ from pathlib import Path
 
 from agentrl.cluster.gpus import Placement
 from agentrl.records import Blame, Failure
-from agentrl.serving.server_pool import ReplicatedPolicy
-from agentrl.serving.supervisor import ServedPolicy
-from agentrl.session.opening import fault_rate, policy_server
+from agentrl.serving.server_pool import ServerPool
+from agentrl.serving.supervisor import SupervisedServer
+from agentrl.session.opening import fault_rate, open_policy_server
 from agentrl.version import FolderRegistry
 from tests.driving import make_recipe
 
 
 def test_a_run_gets_as_many_servers_as_its_recipe_says_each_with_its_gpu(tmp_path: Path) -> None:
     recipe, registry = make_recipe(), FolderRegistry(tmp_path / "versions")
-    alone = policy_server(recipe, tmp_path, registry, Placement(server="3"))
-    assert isinstance(alone, ServedPolicy) and (alone._gpus, alone._name, alone.figures()) == ("3", "", {})
-    several = policy_server(recipe.but("serving.replicas=3"), tmp_path, registry, Placement(replicas=("4", "5", "6")))
-    assert isinstance(several, ReplicatedPolicy)
+    alone = open_policy_server(recipe, tmp_path, registry, Placement(server="3"))
+    assert isinstance(alone, SupervisedServer) and (alone._gpus, alone._name, alone.figures()) == ("3", "", {})
+    several = open_policy_server(recipe.but("serving.replicas=3"), tmp_path, registry, Placement(replicas=("4", "5", "6")))
+    assert isinstance(several, ServerPool)
     assert [(one._gpus, one._name) for one in several._replicas] == [("4", "0"), ("5", "1"), ("6", "2")]
 
 

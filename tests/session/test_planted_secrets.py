@@ -16,11 +16,11 @@ import pytest
 from agentrl.base import secrets
 from agentrl.config import SandboxConfig
 from agentrl.evaluation.policies import find_policy
-from agentrl.evaluation.regressions import evaluate, prepared
+from agentrl.evaluation.regressions import evaluate_suites, prepare_evaluation
 from agentrl.failure.case import load_suite
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.select import open_backend
-from agentrl.testing import ChatServer, Says
+from agentrl.testing import ChatServer, ScriptedAnswer
 from tests.evaluation.suite_parts import make_case, make_suite
 from tests.evaluation.test_chat_agent import QUICK, SUBMIT, says
 
@@ -76,11 +76,11 @@ async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
     watcher = threading.Thread(target=watch, args=(stop, seen))
     watcher.start()
     try:
-        answers = [Says(status=401, raw=f"no such key: {KEY}".encode())] if refused else turns
+        answers = [ScriptedAnswer(status=401, raw=f"no such key: {KEY}".encode())] if refused else turns
         with ChatServer(answers) as chat:
             policy = find_policy(chat.url, model_name="theirs", key_env="THEIR_KEY")
-            with prepared(policy, [load_suite(suite.folder)], overrides=overrides) as asked:
-                (done,) = await evaluate(asked, console=False)
+            with prepare_evaluation(policy, [load_suite(suite.folder)], overrides=overrides) as asked:
+                (done,) = await evaluate_suites(asked, console=False)
         assert chat.requests[0]["headers"]["authorization"] == f"Bearer {KEY}"
     finally:
         stop.set()

@@ -23,8 +23,8 @@ from agentrl.errors import UserError
 from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.serving import server
-from agentrl.session.models import SAMPLING, export_model, find_model, place_base_version
-from agentrl.session.preflight import check, open_gate, open_tasks
+from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
+from agentrl.session.preflight import open_gate_suite, open_tasks, run_preflight
 from agentrl.version.model_folder import check_model, check_safetensors
 from tests.evaluation.suite_parts import make_case, make_suite
 
@@ -191,7 +191,7 @@ def test_a_model_type_that_transformers_lacks_is_told_without_importing_it(tmp_p
     folder = _described(tmp_path / "m", {**KIND, "model_type": "no_such"}, {})
     recipe = RECIPE.model_copy(update={"policy": PolicyConfig(model=str(folder))})
     with pytest.raises(UserError, match="does not know the model type 'no_such'"):
-        check(recipe, tmp_path, root=tmp_path)
+        run_preflight(recipe, tmp_path, root=tmp_path)
 
 
 def test_refusals_wake_nothing_heavy(tmp_path: Path) -> None:
@@ -248,18 +248,18 @@ def test_a_full_disk_stops_before_anything_starts(tmp_path: Path, monkeypatch: p
     usage = namedtuple("usage", "total used free")(100, 100, 5 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match="only 5 MiB are free"):
-        check(RECIPE, tmp_path, root=tmp_path)
+        run_preflight(RECIPE, tmp_path, root=tmp_path)
 
 
 def test_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path: Path) -> None:
     source, base = model_folder(tmp_path / "m"), tmp_path / "run" / "versions" / "000000"
-    place_base_version(source, base)
+    copy_base_version(source, base)
     (source / "model.safetensors").write_text("changed later")
     assert (base / "model.safetensors").read_bytes() == SAFETENSORS
     (base / "probe.json").write_text("{}")
     for _ in range(2):
         export_model(base, tmp_path / "run" / "model", base=base, sampling=Sampling())
-    assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == sorted([*MODEL_FILES, "probe.json", SAMPLING])
+    assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == sorted([*MODEL_FILES, "probe.json", SAMPLING_FILE])
 
 
 def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:
     (source / "model.safetensors.index.json").write_text("{}")
     for number in (1, 2):
         save_file({f"layer{number}": torch.full((2,), float(number))}, source / f"model-0000{number}-of-00002.safetensors")
-    place_base_version(find_model("m", tmp_path), tmp_path / "base")
+    copy_base_version(find_model("m", tmp_path), tmp_path / "base")
     weights = load_file(tmp_path / "base" / "model.safetensors")
     assert sorted(weights) == ["layer1", "layer2"] and weights["layer2"].tolist() == [2.0, 2.0]
     assert sorted(p.name for p in (tmp_path / "base").iterdir()) == MODEL_FILES
@@ -339,7 +339,7 @@ def test_further_attempts_need_a_case_that_is_tried_often_enough(tmp_path: Path)
         shutil.rmtree(tmp_path / "evals", ignore_errors=True)
         make_suite(tmp_path / "evals/x", *(make_case(f"c{number}", repeats=one) for number, one in enumerate(own)))
         gate = GateConfig(suite="evals/x", repeats=repeats, confirm=confirm)
-        return open_gate(RECIPE.but(gate=gate), TaskScorer(), root=tmp_path)
+        return open_gate_suite(RECIPE.but(gate=gate), TaskScorer(), root=tmp_path)
 
     for most, repeats, own in ((2, 2, (None, 1)), (2, 4, (2, 1)), (1, 1, (None,))):
         with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x is tried more than {most} times"):

@@ -11,7 +11,7 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import RecipeError, UserError
 from agentrl.records import Task
 from agentrl.session.preflight import check_delegation
-from agentrl.session.snapshot_check import check_copies
+from agentrl.session.snapshot_check import check_snapshots
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 from tests.episodes import task
@@ -53,14 +53,14 @@ async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, 
     }.items():
         recipe, backend = BASE.but(changes), Backend(way)
         if said is None:
-            await check_copies(recipe, task, backend)
+            await check_snapshots(recipe, task, backend)
         else:
             with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend makes none: .*{said}"):
-                await check_copies(recipe, task, backend)
+                await check_snapshots(recipe, task, backend)
         assert backend.opened and all(one.closed for one in backend.opened)
     backend = Backend(way)
-    await check_copies(BASE, task, backend)
-    await check_copies(BASE.but({**OWN, "sandbox.backend": "docker"}), task, backend)
+    await check_snapshots(BASE, task, backend)
+    await check_snapshots(BASE.but({**OWN, "sandbox.backend": "docker"}), task, backend)
     assert not backend.opened, "nobody needs them, or they are proven elsewhere"
 
 

@@ -14,7 +14,7 @@ from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.records import Split, Task, codec
 from agentrl.task import TaskFolders, open_family
 from agentrl.task.grading import grading_of
-from agentrl.task.outputs import WHOLE
+from agentrl.task.outputs import WHOLE_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "the hidden truth"
@@ -283,7 +283,7 @@ def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = harbors(tmp_path / "family", "one", toml.replace('version = "1.0"', 'schema_version = "1.4"\nartifacts = []'))
     write(folder, {"LICENSE": "x", "NOTES.md": "x", "environment/files/a.txt": "part of the build context, as any other"})
     task = only(tmp_path / "family")
-    assert (task.outputs, task.contents(), task.tools) == ((WHOLE,), {}, ("shell", "python", "submit"))
+    assert (task.outputs, task.contents(), task.tools) == ((WHOLE_DIRECTORY,), {}, ("shell", "python", "submit"))
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (1536, 64, ("pypi.org:443",))
     assert (grading_of(task).mode, grading_of(task).timeout_s, grading_of(task).expected()) == ("harbor", 1800.0, ("test.sh",))
     before = task.key

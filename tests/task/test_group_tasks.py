@@ -19,7 +19,7 @@ from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
 from agentrl.task import GroupSchedule
-from agentrl.task.group_tasks import FILE, TaughtGroups
+from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
 from tests.task.test_weighting import Kinds
 
 STEPS = 12
@@ -65,7 +65,7 @@ class Run:
         self.recipe, self.steps = recipe, StepGroups.of(recipe.rollout)
         self.store = SqliteStore(folder / "experience.sqlite")
         schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
-        self.taught = TaughtGroups(recipe, folder, self.store, schedule, self.steps)
+        self.taught = GroupTasks(recipe, folder, self.store, schedule, self.steps)
 
     async def step(self, step: int) -> list[str]:
         await self.taught.reach(step)
@@ -108,7 +108,7 @@ def test_a_run_that_died_gives_each_group_the_task_that_it_had(
 ) -> None:
     recipe = recipe_of(**rollout)
     whole = through(tmp_path / "whole", recipe, size, practice)
-    file = tmp_path / "died" / FILE
+    file = tmp_path / "died" / TASKS_FILE
     assert through(tmp_path / "died", recipe, size, practice, end=5) == whole[:5]
     file.write_bytes(file.read_bytes()[:-30])  # a torn line
     assert through(tmp_path / "died", recipe, size, practice, begin=5, end=9) == whole[5:9]
@@ -123,7 +123,7 @@ def test_a_run_that_died_gives_each_group_the_task_that_it_had(
 
 def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
     through(tmp_path, recipe_of(), None, True)
-    lines = read_json_lines(tmp_path / FILE)
+    lines = read_json_lines(tmp_path / TASKS_FILE)
     assert len(lines) == STEPS * 4 * 4 // 5 + 1
     late = Counter(line["kind"] for line in lines if line["group"] >= 24)
     assert late["even"] > late["easy"] + late["hard"], late
@@ -140,4 +140,4 @@ def test_without_weighting_the_schedule_decides_and_the_lines_are_written(tmp_pa
     ids = [task for step in through(tmp_path, recipe, 30, False) for task in step]
     schedule = GroupSchedule(Kinds(30), seed=3)
     assert ids == [schedule.task(n).id for n in range(len(ids))]
-    assert len(read_json_lines(tmp_path / FILE)) == len(ids)
+    assert len(read_json_lines(tmp_path / TASKS_FILE)) == len(ids)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, ExecResult
-from agentrl.records.paths import plain_path, wrong_pattern
-from agentrl.task.outputs import WHOLE, collect, example, is_exact, matches, overlay, select
+from agentrl.records.paths import is_plain_path, pattern_error
+from agentrl.task.outputs import WHOLE_DIRECTORY, collect_outputs, example_path, is_exact, matches_pattern, overlay, select_files
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 
 NAME = st.text("ab.*?", min_size=1, max_size=3).filter(lambda name: name not in (".", ".."))
@@ -43,37 +43,37 @@ def slow_name(step: str, name: str) -> bool:
 
 @given(PATTERN, PATH)
 def test_matching_is_what_its_definition_says(pattern: str, path: str) -> None:
-    assert matches(pattern, path) == slow_matches(pattern.split("/"), path.split("/"))
+    assert matches_pattern(pattern, path) == slow_matches(pattern.split("/"), path.split("/"))
 
 
 @given(PATTERN)
 def test_an_example_matches_and_an_exact_pattern_is_its_own(pattern: str) -> None:
-    assert not wrong_pattern(pattern)
-    assert matches(pattern, example(pattern)) and plain_path(example(pattern))
-    assert is_exact(pattern) == (example(pattern) == pattern)
+    assert not pattern_error(pattern)
+    assert matches_pattern(pattern, example_path(pattern)) and is_plain_path(example_path(pattern))
+    assert is_exact(pattern) == (example_path(pattern) == pattern)
 
 
 def test_matching_takes_no_exponential_time() -> None:
-    assert not matches("**/" * 30 + "x", "/".join(["a"] * 32))
-    assert not matches("*a" * 40 + "b", "a" * 400)
+    assert not matches_pattern("**/" * 30 + "x", "/".join(["a"] * 32))
+    assert not matches_pattern("*a" * 40 + "b", "a" * 400)
 
 
 @given(st.text(max_size=40))
 def test_a_plain_path_stays_below_its_folder_and_can_be_written_down(path: str) -> None:
-    if plain_path(path):
+    if is_plain_path(path):
         assert not path.startswith("/") and ".." not in path.split("/") and "\0" not in path
         assert json.loads(json.dumps(path)).encode().decode() == path
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "..", "a/../b", "a//b", "./a", "a/", "a\0b", "a/\udcff", "x" * 600, "a/" * 40 + "b"])
 def test_paths_that_leave_or_cannot_be_named_are_refused(path: str) -> None:
-    assert not plain_path(path)
-    assert wrong_pattern(path)
+    assert not is_plain_path(path)
+    assert pattern_error(path)
 
 
 @pytest.mark.parametrize("pattern", ["a**", "src/**.py", "[ab].txt"])
 def test_patterns_that_mean_something_else_elsewhere_are_refused(pattern: str) -> None:
-    assert wrong_pattern(pattern)
+    assert pattern_error(pattern)
 
 
 @given(FILES, FILES)
@@ -92,7 +92,7 @@ def writable(files: dict[str, bytes]) -> dict[str, bytes]:
 
 @given(FILES, st.lists(PATTERN, max_size=3))
 def test_selecting_is_matching(files: dict[str, bytes], patterns: list[str]) -> None:
-    assert select(files, patterns) == {path: data for path, data in files.items() if any(matches(p, path) for p in patterns)}
+    assert select_files(files, patterns) == {path: data for path, data in files.items() if any(matches_pattern(p, path) for p in patterns)}
 
 
 class Refusing(ScriptedSandbox):
@@ -110,7 +110,7 @@ def listing(*names: str) -> Callable[[str], ExecResult]:
 
 async def test_links_are_refused_and_what_is_missing_is_just_missing() -> None:
     sandbox = Refusing("s", printing(""), {"a": b"1", "link": b"LINK"})
-    collected = await collect(sandbox, ["a", "link", "missing"])
+    collected = await collect_outputs(sandbox, ["a", "link", "missing"])
     assert collected.files == {"a": b"1"}
     assert list(collected.refused) == ["link"]
 
@@ -118,12 +118,12 @@ async def test_links_are_refused_and_what_is_missing_is_just_missing() -> None:
 async def test_a_listing_only_proposes_names() -> None:
     names = ("src/a.py", "src/b.txt", "../etc/passwd", "/etc/passwd", "src/../x.py", "src/\udcff.py", "secret.py")
     sandbox = Refusing("s", listing(*names), dict.fromkeys(names, b"x"))
-    assert set((await collect(sandbox, ["src/*.py"])).files) == {"src/a.py"}
+    assert set((await collect_outputs(sandbox, ["src/*.py"])).files) == {"src/a.py"}
 
 
 async def test_what_was_listed_and_cannot_be_taken_is_told_in_words_that_can_be_stored() -> None:
     deep, long = "/".join("d" * 40), "x" * 600
-    collected = await collect(Refusing("s", listing("a", "\udcff", deep, long, "gone"), {"a": b"1"}), ["**", "missing"])
+    collected = await collect_outputs(Refusing("s", listing("a", "\udcff", deep, long, "gone"), {"a": b"1"}), ["**", "missing"])
     assert collected.files == {"a": b"1"}
     assert set(collected.refused) == {"\\udcff", deep[:100], long[:100], "gone"}
     json.dumps(dict(collected.refused), ensure_ascii=False).encode()
@@ -138,27 +138,27 @@ async def test_names_that_lead_nowhere_are_not_tried_without_end() -> None:
             return await super().read(path, max_bytes=max_bytes)
 
     names = [f"f{number}" for number in range(20_000)]
-    collected = await collect(Counting("s", listing(*names), {}), ["*"])
+    collected = await collect_outputs(Counting("s", listing(*names), {}), ["*"])
     assert not collected.files and len(tried) <= OUTPUT_FILES + 1 and len(collected.refused) <= OUTPUT_FILES + 2
 
 
 @pytest.mark.parametrize("said", ["", "{}", "[1, 2]", "[" * 100_000, '["a"'])
 async def test_a_listing_that_is_none_is_the_agents_doing(said: str) -> None:
-    collected = await collect(Refusing("s", printing(said), {"a": b"1"}), ["*"])
+    collected = await collect_outputs(Refusing("s", printing(said), {"a": b"1"}), ["*"])
     assert not collected.files and "*" in collected.refused
 
 
 async def test_a_program_that_cannot_start_is_the_agents_doing() -> None:
     full = ExecResult(exit_code=126, stdout="", stderr="agentrl: cannot start: no processes", wall_s=0.0)
-    collected = await collect(Refusing("s", lambda code: full, {"a": b"1", "b": b"2"}), ["a", "*.txt"])
+    collected = await collect_outputs(Refusing("s", lambda code: full, {"a": b"1", "b": b"2"}), ["a", "*.txt"])
     assert collected.files == {"a": b"1"} and "cannot start" in collected.refused["*.txt"]
 
 
 async def test_number_and_size_are_bounded() -> None:
     names = [f"f{number}" for number in range(OUTPUT_FILES + 5)]
-    many = await collect(Refusing("s", listing(*names), dict.fromkeys(names, b"")), ["*"])
+    many = await collect_outputs(Refusing("s", listing(*names), dict.fromkeys(names, b"")), ["*"])
     assert len(many.files) == OUTPUT_FILES and len(many.refused) == 1
-    big = await collect(Refusing("s", printing(""), {"a": bytes(OUTPUT_BYTES - 1), "b": b"22", "c": b"3"}), ["a", "b", "c"])
+    big = await collect_outputs(Refusing("s", printing(""), {"a": bytes(OUTPUT_BYTES - 1), "b": b"22", "c": b"3"}), ["a", "b", "c"])
     assert set(big.files) == {"a", "c"} and set(big.refused) == {"b"}
 
 
@@ -166,7 +166,7 @@ async def test_a_sandbox_that_is_gone_or_silent_is_a_fault_of_the_machine() -> N
     gone = Refusing("s", printing(""), {})
     await gone.close()
     with pytest.raises(SandboxError):
-        await collect(gone, ["*"])
+        await collect_outputs(gone, ["*"])
 
     class Silent(Refusing):
         async def read(self, path: str, *, max_bytes: int) -> bytes:
@@ -174,18 +174,23 @@ async def test_a_sandbox_that_is_gone_or_silent_is_a_fault_of_the_machine() -> N
             return b""
 
     with pytest.raises(SandboxTimeout):
-        await collect(Silent("s", printing(""), {}), ["a"], timeout_s=0.05)
+        await collect_outputs(Silent("s", printing(""), {}), ["a"], timeout_s=0.05)
 
 
 async def test_the_whole_working_directory_is_what_differs_from_the_images() -> None:
-    assert is_exact(WHOLE) is False and matches(WHOLE, "a/b") and example(WHOLE) == "x" and wrong_pattern(WHOLE)
+    assert (
+        is_exact(WHOLE_DIRECTORY) is False
+        and matches_pattern(WHOLE_DIRECTORY, "a/b")
+        and example_path(WHOLE_DIRECTORY) == "x"
+        and pattern_error(WHOLE_DIRECTORY)
+    )
     told = json.dumps([["new", "../x", "a/b"], ["old", "/etc/passwd", "a/../b"]])
-    collected = await collect(Refusing("s", printing(told), {"new": b"1", "a/b": b"2", "untold": b"3"}), [WHOLE])
+    collected = await collect_outputs(Refusing("s", printing(told), {"new": b"1", "a/b": b"2", "untold": b"3"}), [WHOLE_DIRECTORY])
     assert collected.files == {"new": b"1", "a/b": b"2"} and collected.removed == ("old",)
     assert set(collected.refused) == {"../x"}
     for lie in ("[]", "[[1], []]", '{"a": 1}', "[" * 9999, "[[], [], []]", json.dumps([["new"], None])):
-        collected = await collect(Refusing("s", printing(lie), {"new": b"1"}), [WHOLE])
-        assert not collected.files and not collected.removed and "cannot be listed" in collected.refused[WHOLE], lie
+        collected = await collect_outputs(Refusing("s", printing(lie), {"new": b"1"}), [WHOLE_DIRECTORY])
+        assert not collected.files and not collected.removed and "cannot be listed" in collected.refused[WHOLE_DIRECTORY], lie
     many = json.dumps([["new"], [f"f{number}" for number in range(REMOVED_FILES + 1)]])
-    collected = await collect(Refusing("s", printing(many), {"new": b"1"}), [WHOLE])
+    collected = await collect_outputs(Refusing("s", printing(many), {"new": b"1"}), [WHOLE_DIRECTORY])
     assert len(collected.removed) == REMOVED_FILES

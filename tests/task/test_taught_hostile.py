@@ -12,9 +12,9 @@ import pytest
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore, StepGroups
 from agentrl.records import Blame, Failure, Group, Split, Task
-from agentrl.rollout import left_out_group
+from agentrl.rollout import excluded_group
 from agentrl.task import GroupSchedule
-from agentrl.task.group_tasks import FILE, TaughtGroups
+from agentrl.task.group_tasks import TASKS_FILE, GroupTasks
 from tests.task.test_group_tasks import played, recipe_of
 from tests.task.test_weighting import Kinds
 
@@ -32,21 +32,21 @@ class Breaking(Kinds):
         return super().task(split, index)
 
 
-def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> TaughtGroups:
+def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
     recipe = recipe_of(max_staleness=0, **rollout)
-    return TaughtGroups(recipe, folder, store, GroupSchedule(family, seed=3), StepGroups.of(recipe.rollout))
+    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), StepGroups.of(recipe.rollout))
 
 
-def step(taught: TaughtGroups, store: SqliteStore, number: int) -> list[Group]:
+def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
     """Makes and stores the four groups of a step, as a run does; one whose task cannot be made is left out."""
     asyncio.run(taught.reach(number))
     for index in range(4 * number, 4 * number + 4):
         try:
             task = taught.task(index)
         except RuntimeError:
-            store.put(left_out_group(index, f"task of group {index}", f"group {index}", BROKEN, size=2))
+            store.put(excluded_group(index, f"task of group {index}", f"group {index}", BROKEN, size=2))
             continue
-        lost = left_out_group(index, task.id, task.key, BROKEN, size=2)
+        lost = excluded_group(index, task.id, task.key, BROKEN, size=2)
         store.put(lost if task.kind == "hard" else played(task, index))
         taught.add(task, store.groups([index])[0])
     return list(store.groups(range(4 * number, 4 * number + 4)))
@@ -62,7 +62,7 @@ def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_p
         assert any(group.task_key.startswith("group ") for group in groups)
         asyncio.run(whole.reach(6))
         wanted = [whole.task(index).id for index in range(24, 28) if _makes(whole, index)]
-        (tmp_path / FILE).unlink()
+        (tmp_path / TASKS_FILE).unlink()
         again = taught_of(tmp_path, store, family)
         asyncio.run(again.reach(6))
         assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
@@ -95,7 +95,7 @@ def test_a_resumed_run_reads_no_group_again_of_which_it_has_a_line(tmp_path: Pat
         store.close()
 
 
-def _makes(taught: TaughtGroups, index: int) -> bool:
+def _makes(taught: GroupTasks, index: int) -> bool:
     try:
         taught.task(index)
     except RuntimeError:

@@ -13,8 +13,8 @@ import pytest
 from agentrl.base.files import json_line
 from agentrl.config.tasks import WeightingConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task, codec
-from agentrl.rollout import left_out_group
-from agentrl.task import GroupSchedule, Record, Taught, Weights
+from agentrl.rollout import excluded_group
+from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory, Weights
 from tests.task.test_schedule import Ten
 
 KINDS = ("easy", "even", "hard")
@@ -42,15 +42,15 @@ class Kinds:
         return ""
 
 
-def taught(index: int, *, kind: str = "easy", key: str = "", scores: Iterable[float] = (1.0, 1.0)) -> Taught:
+def taught(index: int, *, kind: str = "easy", key: str = "", scores: Iterable[float] = (1.0, 1.0)) -> GroupOutcome:
     episode = Episode(id="e", task_id="t", task_key="k", trajectories=())
     scored = tuple(ScoredEpisode(episode=episode, score=Score(value=score)) for score in scores)
     group = Group(index=index, task_id="t", task_key=key or f"key {index}", episodes=scored)
-    return Taught.of(replace(plain(Split.TRAIN, index), data={"kind": kind}), group)
+    return GroupOutcome.of(replace(plain(Split.TRAIN, index), data={"kind": kind}), group)
 
 
-def recorded(lines: Iterable[Taught], *, by_task: bool = False, **config: float) -> Weights:
-    record = Record(WeightingConfig(**config), min_group_size=2, by_task=by_task)
+def recorded(lines: Iterable[GroupOutcome], *, by_task: bool = False, **config: float) -> Weights:
+    record = TaskHistory(WeightingConfig(**config), min_group_size=2, by_task=by_task)
     record.add(lines)
     return record.weights()
 
@@ -107,7 +107,7 @@ def test_where_all_are_passed_over_the_first_that_may_be_trained_on_is_given() -
 
 def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
     line = taught(3, scores=(0.0, 0.25))
-    assert line.differs and Taught.read(json_line(codec.to_data(line))) == line
+    assert line.differs and GroupOutcome.read(json_line(codec.to_data(line))) == line
     whole = codec.to_data(line)
     wrong: Any
     for wrong in (
@@ -120,11 +120,11 @@ def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
         {**whole, "counted": True},
         {**whole, "broken": 0},
     ):
-        assert Taught.read(json_line(wrong)) is None, wrong
+        assert GroupOutcome.read(json_line(wrong)) is None, wrong
     for key in whole:
-        assert Taught.read(json_line({**whole, key: None})) is None
-    assert all(Taught.read(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
-    assert all(Taught.read(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
+        assert GroupOutcome.read(json_line({**whole, key: None})) is None
+    assert all(GroupOutcome.read(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
+    assert all(GroupOutcome.read(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
 
 
 def test_a_kind_may_be_called_anything() -> None:
@@ -137,10 +137,10 @@ def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts
     broken = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no such image")
     lost = replace(broken, blame=Blame.INFRASTRUCTURE)
     for failure, weight in ((broken, 0.1), (lost, 1.0)):
-        groups = [left_out_group(n, task.id, task.key, failure, size=4) for n in range(2)]
-        lines = [Taught.of(task, group) for group in groups]
+        groups = [excluded_group(n, task.id, task.key, failure, size=4) for n in range(2)]
+        lines = [GroupOutcome.of(task, group) for group in groups]
         assert recorded([*lines, taught(9, scores=(0.0, 1.0))]).of(task) == pytest.approx(weight)
-        assert [Taught.read(json_line(codec.to_data(line))) for line in lines] == lines
+        assert [GroupOutcome.read(json_line(codec.to_data(line))) for line in lines] == lines
 
 
 def test_a_task_that_cannot_be_made_is_given_no_more_often_for_being_next_to_others() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentrl.version.adapters import adds_nothing, read_adapter
+from agentrl.version.adapters import is_zero_adapter, read_adapter
 
 SHAPES = {"model.q.weight": (4, 6), "model.norm.weight": (6,)}
 GOOD = {"base_model.model.model.q.lora_A.weight": torch.ones(2, 6), "base_model.model.model.q.lora_B.weight": torch.ones(4, 2)}
@@ -66,7 +66,9 @@ def test_a_layer_the_model_lacks_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_adapter_that_adds_nothing_is_told_from_one_that_adds_little(tmp_path: Path) -> None:
     a, b = GOOD
-    assert adds_nothing(write(tmp_path, {**GOOD, b: torch.zeros(4, 2)})) and adds_nothing(write(tmp_path, {**GOOD, a: torch.zeros(2, 6)}))
+    assert is_zero_adapter(write(tmp_path, {**GOOD, b: torch.zeros(4, 2)})) and is_zero_adapter(
+        write(tmp_path, {**GOOD, a: torch.zeros(2, 6)})
+    )
     little = torch.zeros(4, 2)
     little[3, 1] = 1e-30
-    assert not adds_nothing(write(tmp_path, {**GOOD, b: little})) and not adds_nothing(write(tmp_path, GOOD))
+    assert not is_zero_adapter(write(tmp_path, {**GOOD, b: little})) and not is_zero_adapter(write(tmp_path, GOOD))

@@ -17,7 +17,7 @@ from agentrl.base.files import sha256_file
 from agentrl.errors import StoreError
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.records.sampling import Sampling
-from agentrl.session.models import SAMPLING, export_model, find_model, place_base_version
+from agentrl.session.models import SAMPLING_FILE, copy_base_version, export_model, find_model
 from agentrl.version import FolderRegistry, deltas
 from agentrl.version.weight_files import WeightCopy
 
@@ -41,7 +41,7 @@ def versions(tmp_path: Path) -> Path:
         home = folder / f"{number:06d}"
         home.mkdir()
         before = folder / "000000" / deltas.WEIGHTS if number == 1 else tmp_path / "whole" / str(number - 1)
-        assert deltas.encode(before, tmp_path / "whole" / str(number), home, number=number - 1) is not None
+        assert deltas.write_delta(before, tmp_path / "whole" / str(number), home, number=number - 1) is not None
     return folder
 
 
@@ -63,9 +63,9 @@ def test_any_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, data: st.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deltas, "CHUNK", chunk)
         patch.setattr(deltas, "_stride", lambda _: stride)
-        delta = deltas.encode(folder / "old", folder / "new", folder, number=4)
+        delta = deltas.write_delta(folder / "old", folder / "new", folder, number=4)
         assert delta is not None and (delta.size, delta.stride, delta.parent) == (size, stride, 4)
-        deltas.apply(folder, folder / "old")
+        deltas.apply_delta(folder, folder / "old")
     assert (folder / "old").read_bytes() == new
 
 
@@ -80,40 +80,40 @@ def test_the_numbers_of_a_file_decide_how_it_is_split(tmp_path: Path) -> None:
 def test_files_of_different_lengths_have_no_delta(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"12")
-    assert deltas.encode(tmp_path / "a", tmp_path / "b", tmp_path, number=0) is None
-    assert not (tmp_path / deltas.FRAMES).exists() and deltas.read(tmp_path) is None
+    assert deltas.write_delta(tmp_path / "a", tmp_path / "b", tmp_path, number=0) is None
+    assert not (tmp_path / deltas.DELTA_FILE).exists() and deltas.read_delta(tmp_path) is None
 
 
 def test_a_delta_of_few_changes_is_small(versions: Path) -> None:
     for number in (1, 2, 3):
-        assert (versions / f"{number:06d}" / deltas.FRAMES).stat().st_size < 0.25 * len(whole(versions, number))
+        assert (versions / f"{number:06d}" / deltas.DELTA_FILE).stat().st_size < 0.25 * len(whole(versions, number))
 
 
 def test_a_chain_is_made_whole_and_stays_whole(versions: Path) -> None:
     made = deltas.materialize(versions / "000003")
     assert made.read_bytes() == whole(versions, 3)
-    deltas.verify(versions / "000002", sha(versions, 2))
-    assert [path.name for path in deltas.chain(versions / "000002")] == ["000000", "000001", "000002"]
+    deltas.verify_weights(versions / "000002", sha(versions, 2))
+    assert [path.name for path in deltas.delta_chain(versions / "000002")] == ["000000", "000001", "000002"]
     shutil.rmtree(versions / "000001")
     assert deltas.materialize(versions / "000003") == made, "it needs its parents no more"
-    assert [path.name for path in deltas.chain(versions / "000003")] == ["000003"]
+    assert [path.name for path in deltas.delta_chain(versions / "000003")] == ["000003"]
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor a delta"):
         deltas.materialize(versions / "000002")
-    assert sorted(path.name for path in (versions / "000002").iterdir()) == [deltas.RECORD, deltas.FRAMES]
+    assert sorted(path.name for path in (versions / "000002").iterdir()) == [deltas.DELTA_RECORD, deltas.DELTA_FILE]
 
 
 def test_the_learners_own_copy_saves_the_chain_and_is_not_believed_blindly(versions: Path) -> None:
     shutil.rmtree(versions / "000001")
-    (versions / deltas.NEWEST).write_bytes(b"x" * len(whole(versions, 3)))
+    (versions / deltas.NEWEST_WEIGHTS).write_bytes(b"x" * len(whole(versions, 3)))
     with pytest.raises(ValueError, match="neither"):
         deltas.materialize(versions / "000003")
-    (versions / deltas.NEWEST).write_bytes(whole(versions, 3))
+    (versions / deltas.NEWEST_WEIGHTS).write_bytes(whole(versions, 3))
     assert deltas.materialize(versions / "000003").read_bytes() == whole(versions, 3)
 
 
 @pytest.mark.parametrize("what", ["frames", "cut", "parent", "record", "older"])
 def test_damage_anywhere_is_found(versions: Path, what: str) -> None:
-    frames, record = versions / "000002" / deltas.FRAMES, versions / "000002" / deltas.RECORD
+    frames, record = versions / "000002" / deltas.DELTA_FILE, versions / "000002" / deltas.DELTA_RECORD
     if what == "frames":
         data = bytearray(frames.read_bytes())
         data[20] ^= 1
@@ -127,7 +127,7 @@ def test_damage_anywhere_is_found(versions: Path, what: str) -> None:
         told |= {"sha256": "0" * 64} if what == "record" else {"parent": 2}
         record.write_text(json.dumps(told))
     with pytest.raises(ValueError, match=r"sha256 differs|not what was registered|not older"):
-        deltas.verify(versions / "000003", sha(versions, 3))
+        deltas.verify_weights(versions / "000003", sha(versions, 3))
     with pytest.raises(ValueError, match=r"damaged|sha256 differs|not older"):
         deltas.materialize(versions / "000002")
     assert not (versions / "000002" / deltas.WEIGHTS).exists()
@@ -139,9 +139,9 @@ def test_what_a_frame_holds_is_bounded_by_the_file(versions: Path) -> None:
 
     home = versions / "000001"
     bomb = zstandard.ZstdCompressor().compress(b"\0" * (1 << 28))
-    (home / deltas.FRAMES).write_bytes(len(bomb).to_bytes(4, "little") + bomb)
-    told = json.loads((home / deltas.RECORD).read_text())
-    (home / deltas.RECORD).write_text(json.dumps(told | {"delta_sha256": sha256_file(home / deltas.FRAMES)}))
+    (home / deltas.DELTA_FILE).write_bytes(len(bomb).to_bytes(4, "little") + bomb)
+    told = json.loads((home / deltas.DELTA_RECORD).read_text())
+    (home / deltas.DELTA_RECORD).write_text(json.dumps(told | {"delta_sha256": sha256_file(home / deltas.DELTA_FILE)}))
     with pytest.raises(ValueError, match="damaged"):
         deltas.materialize(home)
 
@@ -156,7 +156,7 @@ def test_the_server_follows_deltas_in_place_and_refuses_what_does_not_belong(ver
         stranger.become(versions / "000003")
     deltas.materialize(versions / "000002")
     assert stranger.become(versions / "000003").read_bytes() == whole(versions, 3), "a whole parent helps"
-    frames = versions / "000003" / deltas.FRAMES
+    frames = versions / "000003" / deltas.DELTA_FILE
     good = frames.read_bytes()
     frames.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(ValueError, match="damaged"):
@@ -209,10 +209,10 @@ def test_an_export_and_an_evaluation_get_a_whole_model(registry: FolderRegistry,
         if name != deltas.WEIGHTS:
             (home / name).write_text("{}")
     export_model(home, tmp_path / "model", base=registry.folder / "000000", sampling=Sampling())
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [SAMPLING, *kept]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [SAMPLING_FILE, *kept]
     assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
     (home / deltas.WEIGHTS).unlink()
     assert find_model(str(home), tmp_path) == home
-    place_base_version(home, tmp_path / "base")
+    copy_base_version(home, tmp_path / "base")
     assert sorted(path.name for path in (tmp_path / "base").iterdir()) == kept
     assert (home / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from agentrl.version.weight_files import check_same_shapes, tensor_shapes, weight_paths
+from agentrl.version.weight_files import check_same_shapes, checked_weight_paths, tensor_shapes
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def version(tmp_path: Path) -> Path:
 
 
 def paths(version: Path, sizes: dict[str, int], *, folder: Path | None = None) -> list[Path]:
-    return weight_paths(folder or version, sizes, below=version.parent, first_folder=version.parent.parent / "base")
+    return checked_weight_paths(folder or version, sizes, below=version.parent, first_folder=version.parent.parent / "base")
 
 
 def test_whole_files_below_the_versions_folder_pass(version: Path) -> None:

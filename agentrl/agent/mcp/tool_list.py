@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.agent.mcp.messages import Wrong, clean
+from agentrl.agent.mcp.messages import InvalidMessage, clean
 
 MAX_TOOLS = 64
 MAX_PAGES = 16
@@ -26,7 +26,7 @@ _DATA = ("const", "enum", "default", "examples")  # their values are no schemas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ListedTool:
     """One tool of a server, as the agent is told of it."""
 
     name: str
@@ -43,68 +43,68 @@ class Offer:
         """What a call looks like, without the words about it, which may tell of the place that a server runs in."""
         return json.dumps(_without(self.parameters, _WORDS), sort_keys=True)
 
-    def rewritten(self, words: Callable[[str], str]) -> Offer:
+    def rewritten(self, words: Callable[[str], str]) -> ListedTool:
         """With every text in it changed by `words`; names stay."""
-        return Offer(name=self.name, description=words(self.description), parameters=_mapped(self.parameters, words))
+        return ListedTool(name=self.name, description=words(self.description), parameters=_mapped(self.parameters, words))
 
     def to_data(self) -> dict[str, Any]:
         return {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
 
 
-def offer(given: Any) -> Offer:
-    """One entry of a `tools/list`. Raises `Wrong` for what no agent could be told of, or is too large."""
+def parse_tool(given: Any) -> ListedTool:
+    """One entry of a `tools/list`. Raises `InvalidMessage` for what no agent could be told of, or is too large."""
     name = given.get("name") if isinstance(given, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise Wrong(f"a tool named {clean(name, 80)!r}: a name is 1 to 64 letters, digits, _ and -")
+        raise InvalidMessage(f"a tool named {clean(name, 80)!r}: a name is 1 to 64 letters, digits, _ and -")
     parameters = given.get("inputSchema", given.get("parameters"))
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise Wrong(f"the tool {name} without a schema of type object")
+        raise InvalidMessage(f"the tool {name} without a schema of type object")
     properties: Any = parameters.get("properties") or {}
     required: Any = parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise Wrong(f"the tool {name} with properties that are no object, or required that is no list")
+        raise InvalidMessage(f"the tool {name} with properties that are no object, or required that is no list")
     offered: dict[str, Any] = _without(_checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",))  # it repeats names and costs tokens
     offered |= {"type": "object", "properties": offered.get("properties") or {}}
     offered = {key: item for key, item in offered.items() if key != "$schema" and item is not None}
     if missing := [word for word in required if not isinstance(word, str) or word not in properties]:
-        raise Wrong(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
+        raise InvalidMessage(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
     if (size := len(json.dumps(offered, ensure_ascii=False))) > MAX_SCHEMA:
-        raise Wrong(f"the tool {name} with a schema of {size} characters, at most {MAX_SCHEMA} are taken")
-    return Offer(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=offered)
+        raise InvalidMessage(f"the tool {name} with a schema of {size} characters, at most {MAX_SCHEMA} are taken")
+    return ListedTool(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=offered)
 
 
-def offers(listed: Sequence[Any], only: Sequence[str]) -> tuple[Offer, ...]:
-    """The tools of a server that are offered: those in `only`, or all that are not `excluded`.
+def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool, ...]:
+    """The tools of a server that are offered: those in `only`, or all that are not `excluded_tools`.
 
-    Raises `Wrong` if one in `only` cannot be offered, or none of the server can.
+    Raises `InvalidMessage` if one in `only` cannot be offered, or none of the server can.
     """
     names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in listed]
     if missing := [name for name in only if name not in names]:
-        raise Wrong(f"no tool {missing[0]!r}; it has {clean(', '.join(map(str, names)), 500) or 'none'}")
+        raise InvalidMessage(f"no tool {missing[0]!r}; it has {clean(', '.join(map(str, names)), 500) or 'none'}")
     usable, reasons = _sorted([entry for entry, name in zip(listed, names, strict=True) if not only or name in only])
     if reasons and (only or not usable):
-        raise Wrong(next(iter(reasons.values())))
+        raise InvalidMessage(next(iter(reasons.values())))
     if not usable:
-        raise Wrong("no tools")
+        raise InvalidMessage("no tools")
     if len(usable) > MAX_TOOLS:
-        raise Wrong(f"{len(usable)} tools, at most {MAX_TOOLS} are offered: list those to offer in `only`")
+        raise InvalidMessage(f"{len(usable)} tools, at most {MAX_TOOLS} are offered: list those to offer in `only`")
     return tuple(usable.values())
 
 
-def excluded(listed: Sequence[Any]) -> dict[str, str]:
+def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
     """Tools of a server that are not offered, and the reason for each. An entry without a usable name has its number as its name."""
     return _sorted(listed)[1]
 
 
-def _sorted(listed: Sequence[Any]) -> tuple[dict[str, Offer], dict[str, str]]:
+def _sorted(listed: Sequence[Any]) -> tuple[dict[str, ListedTool], dict[str, str]]:
     """The usable tools, and the reasons to exclude the others, both by name. If two tools have one name, neither is usable."""
-    usable: dict[str, Offer] = {}
+    usable: dict[str, ListedTool] = {}
     reasons: dict[str, str] = {}
     for number, entry in enumerate(listed):
         name = clean(entry.get("name"), 80) if isinstance(entry, Mapping) else ""
         try:
-            tool = offer(entry)
-        except Wrong as error:
+            tool = parse_tool(entry)
+        except InvalidMessage as error:
             reasons.setdefault(name or f"number {number + 1}", str(error))
             continue
         if usable.setdefault(tool.name, tool) != tool:
@@ -112,15 +112,15 @@ def _sorted(listed: Sequence[Any]) -> tuple[dict[str, Offer], dict[str, str]]:
     return {name: tool for name, tool in usable.items() if name not in reasons}, reasons
 
 
-def changed(pinned: Sequence[Offer], listed: Sequence[Any]) -> str:
+def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
     """The first difference from the pinned tools; empty if there is none. Tools that were added later are not offered, and do not count."""
     for tool in pinned:
         entries = [entry for entry in listed if isinstance(entry, Mapping) and entry.get("name") == tool.name]
         if not entries:
             return f"the tool {tool.name} is gone"
         try:
-            shapes = {offer(entry).shape for entry in entries}
-        except Wrong as error:
+            shapes = {parse_tool(entry).shape for entry in entries}
+        except InvalidMessage as error:
             return f"it has {error}"
         if shapes != {tool.shape}:
             return f"the tool {tool.name} takes other arguments"
@@ -146,21 +146,21 @@ def _unpatterned(value: Any, levels: int = MAX_DEPTH, *, names: bool = False) ->
 
 
 def _checked(value: Any, name: str, levels: int) -> Any:
-    """A copy of a schema with clean texts. Raises `Wrong`."""
+    """A copy of a schema with clean texts. Raises `InvalidMessage`."""
     if levels <= 0:
-        raise Wrong(f"the tool {name} with a schema of more than {MAX_DEPTH} levels")
+        raise InvalidMessage(f"the tool {name} with a schema of more than {MAX_DEPTH} levels")
     if isinstance(value, str):
         return clean(value, MAX_DESCRIPTION)
     if isinstance(value, Mapping):
         for key in value:
             if not _is_key(key):
-                raise Wrong(f"the tool {name} with the key {clean(str(key), _MOST_KEY)!r} in its schema")
+                raise InvalidMessage(f"the tool {name} with the key {clean(str(key), _MOST_KEY)!r} in its schema")
         return {key: _checked(item, name, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_checked(item, name, levels - 1) for item in value]
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise Wrong(f"the tool {name} with a schema that is no JSON")
+    raise InvalidMessage(f"the tool {name} with a schema that is no JSON")
 
 
 def _is_key(key: Any) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.agent.inside import stdio as inside_line
-from agentrl.agent.mcp.messages import REVISIONS, Refused, clean
+from agentrl.agent.mcp.messages import REVISIONS, ServerError, clean
 from agentrl.base import secrets, user_code
 from agentrl.base.processes import kill_marked
 from agentrl.protocols import Sandbox
@@ -55,11 +55,11 @@ class Unanswered(Exception):
         self.ending = ending
 
 
-class Place(Protocol):
+class Transport(Protocol):
     """One connection to one server, which is started by the first question."""
 
     async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """Sends messages and returns the line that answers request `until`. Raises `Unanswered`, and `Refused` for a request that the
+        """Sends messages and returns the line that answers request `until`. Raises `Unanswered`, and `ServerError` for a request that the
         transport rejects.
 
         Args:
@@ -71,7 +71,7 @@ class Place(Protocol):
 
 
 @dataclass(slots=True)
-class InSandbox:
+class SandboxTransport:
     """A program in the episode's sandbox, held by a session there. It is the agent's neighbour, who may kill it, read it and take its
     place: nothing that it says is more than the agent could have said."""
 
@@ -86,7 +86,7 @@ class InSandbox:
         try:
             ran = await sandbox.python(code, timeout_s=timeout_s + _SLACK_S, output_bytes=4 * MAX_BYTES, session=SESSION)
         except ValueError as error:  # the sandbox has no session left
-            raise Unanswered("unstartable", user_code.text_of(error, 200)) from None
+            raise Unanswered("unstartable", user_code.error_text(error, 200)) from None
         if ran.exit_code is None:
             raise Unanswered("ended", "its session in the sandbox was ended")
         head, _, rest = ran.stdout.partition("\n")
@@ -104,7 +104,7 @@ class InSandbox:
         """It ends with its sandbox."""
 
 
-class OnHost:
+class StdioTransport:
     """A program on this machine, one for each episode, with the rights of the run and none of its environment's secrets."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
@@ -121,12 +121,12 @@ class OnHost:
             try:
                 self._line = inside_line.Line(self._argv, self._env, self._cwd)
             except (OSError, ValueError) as error:
-                raise Unanswered("unstartable", user_code.describe(error)) from None
+                raise Unanswered("unstartable", user_code.describe_error(error)) from None
         line = self._line
         if line is None:
             raise Unanswered("gone", "it has ended")
         try:
-            outcome, answer = await user_code.threaded(
+            outcome, answer = await user_code.run_in_thread(
                 lambda: line.ask(messages, until, timeout_s, MAX_BYTES), what=f"MCP server {self._argv[0]}"
             )
         except (OSError, ValueError):  # closed meanwhile
@@ -140,7 +140,7 @@ class OnHost:
         line, self._line = self._line, None
         if line is not None or self._started:
             self._started = False
-            await user_code.threaded(lambda: self._end(line), what="ending an MCP server")
+            await user_code.run_in_thread(lambda: self._end(line), what="ending an MCP server")
 
     def _end(self, line: inside_line.Line | None) -> None:
         """Ends the program with its process group and the processes that it started outside the group, such as daemons."""
@@ -149,7 +149,7 @@ class OnHost:
         kill_marked(_MARK, self._mark)
 
 
-class OverHTTP:
+class HTTPTransport:
     """A server at a URL, by the transport that the protocol calls streamable HTTP; a session of its own for each episode."""
 
     def __init__(self, url: str, *, key_env: str) -> None:
@@ -174,7 +174,7 @@ class OverHTTP:
             raise Unanswered("late", f"no answer within {timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
             ending = "late" if isinstance(error, httpx.TimeoutException) else "ended"
-            raise Unanswered(ending, user_code.describe(error, 200)) from None
+            raise Unanswered(ending, user_code.describe_error(error, 200)) from None
         return answers[-1]
 
     async def _post(self, client: httpx.AsyncClient, message: str, until: int | None) -> bytes:
@@ -198,7 +198,7 @@ class OverHTTP:
         if self._revision:
             headers["mcp-protocol-version"] = self._revision
         if self._key_env:
-            headers["authorization"] = f"Bearer {secrets.read(f'env:{self._key_env}')}"
+            headers["authorization"] = f"Bearer {secrets.read_secret(f'env:{self._key_env}')}"
         return headers
 
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
@@ -249,12 +249,12 @@ class OverHTTP:
             await client.aclose()
 
 
-def _by_status(status: int, *, in_session: bool) -> Unanswered | Refused:
+def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
     """The error for an HTTP status of 400 or more. Few of them are the request's fault: address and key come from the recipe."""
     text = f"it answered with status {status}"
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")
-    return Refused(text) if status in _OF_THE_REQUEST else Unanswered("ended", text)
+    return ServerError(text) if status in _OF_THE_REQUEST else Unanswered("ended", text)
 
 
 def _trusted(url: str) -> ssl.SSLContext | bool:
@@ -326,7 +326,7 @@ def _unanswered(ending: str, exit_code: Any, complained: Any, timeout_s: float) 
     text = texts.get(ending, "it has ended")
     if isinstance(exit_code, int) and ending in ("ended", "gone"):
         text += f" (exit code {exit_code})"
-    last = secrets.redacted(clean(complained, 2 * _MOST_STDERR)).strip()[-_MOST_STDERR:]
+    last = secrets.redact(clean(complained, 2 * _MOST_STDERR)).strip()[-_MOST_STDERR:]
     return Unanswered(ending, f"{text}: {last}" if last else text)
 
 

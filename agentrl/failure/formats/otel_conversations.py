@@ -14,26 +14,26 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from agentrl.failure.formats.conversations import imported, unique
-from agentrl.failure.formats.files import Place
-from agentrl.failure.formats.otlp import Key
-from agentrl.failure.formats.values import Gaps, origin, spoken
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.formats.conversations import build_trace, unique_label
+from agentrl.failure.formats.files import SourceLocation
+from agentrl.failure.formats.otlp import SpanKey
+from agentrl.failure.formats.values import Gaps, build_message, build_origin
+from agentrl.failure.trace import ImportedMessage, Trace
 
 DEEPEST = 14
 """Levels of agents that are told inside one another; deeper ones are told after the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MessageEntry:
     """A message, with hashes of what it is."""
 
-    spoken: Spoken
+    spoken: ImportedMessage
     known_by: bytes  # what stays the same when a later call repeats it
     whole: bytes
 
     @classmethod
-    def of(cls, one: Spoken) -> Entry:
+    def of(cls, one: ImportedMessage) -> MessageEntry:
         told = one.message
         calls = [[made.name, dict(made.arguments)] for made in told.tool_calls]
         same = [told.role, calls or told.content, one.call_ids, one.answers]
@@ -41,13 +41,13 @@ class Entry:
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class ModelCall:
     """One call of a model."""
 
-    key: Key
+    key: SpanKey
     number: int  # in the order of reading
     service: str
-    place: Place
+    place: SourceLocation
     parent: str = ""
     start: int = 0  # ns since 1970
     end: int = 0
@@ -58,27 +58,27 @@ class Call:
     conversation: str = ""
     agent_name: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
-    inputs: list[Entry] = field(default_factory=list)
-    outputs: list[Entry] = field(default_factory=list)
+    inputs: list[MessageEntry] = field(default_factory=list)
+    outputs: list[MessageEntry] = field(default_factory=list)
     whole_inputs: bool = False  # attributes have all of them, so events repeat them
     whole_outputs: bool = False
     gaps: Gaps = field(default_factory=Gaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agent:
+class AgentSpan:
     """The span of an agent at work."""
 
-    key: Key
+    key: SpanKey
     name: str
     start: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolRun:
+class ToolSpan:
     """The span of a tool at work. `arguments` and `result` are None where they were not told."""
 
-    key: Key
+    key: SpanKey
     name: str
     id: str
     arguments: Any
@@ -90,44 +90,44 @@ class ToolRun:
 
 
 @dataclass(slots=True)
-class Draft:
+class DraftConversation:
     """One conversation as far as it is put together: messages with the time they were first told at."""
 
-    entries: list[tuple[Spoken, int]] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    entries: list[tuple[ImportedMessage, int]] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
     label: str = ""
-    before: dict[int, list[Key]] = field(default_factory=dict)  # place of an answer -> agents whose work it came of
-    after: list[Key] = field(default_factory=list)
+    before: dict[int, list[SpanKey]] = field(default_factory=dict)  # place of an answer -> agents whose work it came of
+    after: list[SpanKey] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class Unit:
+class TraceCalls:
     """Calls that become one trace."""
 
     id: str
     lone: bool = False  # calls without anything around them, perhaps of many conversations
-    calls: list[Call] = field(default_factory=list)
-    agents: dict[Key, Agent] = field(default_factory=dict)
-    runs: dict[Key, ToolRun] = field(default_factory=dict)
+    calls: list[ModelCall] = field(default_factory=list)
+    agents: dict[SpanKey, AgentSpan] = field(default_factory=dict)
+    runs: dict[SpanKey, ToolSpan] = field(default_factory=dict)
     trace_ids: set[str] = field(default_factory=set)
 
-    def parts(self) -> list[Unit]:
+    def parts(self) -> list[TraceCalls]:
         """Lone calls told apart by conversation; any other unit is one."""
         if not self.lone:
             return [self]
-        return [Unit(id=draft.calls[0].key[0], calls=draft.calls) for draft in joined(self.calls)]
+        return [TraceCalls(id=draft.calls[0].key[0], calls=draft.calls) for draft in join_calls(self.calls)]
 
 
-def joined(calls: Iterable[Call]) -> list[Draft]:
+def join_calls(calls: Iterable[ModelCall]) -> list[DraftConversation]:
     """The conversations of calls in the order of time."""
-    drafts: list[Draft] = []
-    ends: dict[bytes, Draft] = {}  # hash of all that is known of a conversation -> it
+    drafts: list[DraftConversation] = []
+    ends: dict[bytes, DraftConversation] = {}  # hash of all that is known of a conversation -> it
     for call in calls:
         prefixes = [b""]
         for entry in call.inputs:
             prefixes.append(_next(prefixes[-1], entry))
         known = next((length for length in range(len(call.inputs), 0, -1) if prefixes[length] in ends), 0)
-        draft = ends.pop(prefixes[known]) if known else Draft()
+        draft = ends.pop(prefixes[known]) if known else DraftConversation()
         if not known:
             drafts.append(draft)
         draft.calls.append(call)
@@ -141,22 +141,22 @@ def joined(calls: Iterable[Call]) -> list[Draft]:
     return drafts
 
 
-def trace(unit: Unit, where: Mapping[str, str], parents: Mapping[Key, str]) -> Trace:
+def trace_of_calls(unit: TraceCalls, where: Mapping[str, str], parents: Mapping[SpanKey, str]) -> Trace:
     """The trace of a unit. Raises `ValueError` where nothing of what was said was told."""
     gaps = Gaps()
     above = _Above(unit, parents, gaps)
-    work: dict[Key | None, list[Call]] = {}
+    work: dict[SpanKey | None, list[ModelCall]] = {}
     for call in unit.calls:
         work.setdefault(call.key if call.of_agent else above.at(call.key[0], call.parent)[0], []).append(call)
         _note(call, gaps)
     taken: dict[str, int] = {}
-    drafts: dict[Key | None, list[Draft]] = {}
+    drafts: dict[SpanKey | None, list[DraftConversation]] = {}
     for key, calls in work.items():
         inner = [call for call in calls if not call.of_agent]
-        drafts[key] = joined(inner or calls)
+        drafts[key] = join_calls(inner or calls)
         name = unit.agents[key].name if key in unit.agents else calls[0].agent_name
         for draft in drafts[key]:
-            draft.label = unique(name or ("agent" if key is not None else ""), taken)
+            draft.label = unique_label(name or ("agent" if key is not None else ""), taken)
         if len(drafts[key]) > 1:
             gaps.add("how the conversations of one agent follow from one another", len(drafts[key]) - 1)
     _hang_together(unit, drafts, above, gaps)
@@ -165,14 +165,14 @@ def trace(unit: Unit, where: Mapping[str, str], parents: Mapping[Key, str]) -> T
         raise ValueError("tells no contents of messages")
     first = unit.calls[0]
     base = min((at for _, at in said if at), default=0)
-    known = origin(id=unit.id, service=first.service, conversation=first.conversation, model=first.model, started=_iso(base))
+    known = build_origin(id=unit.id, service=first.service, conversation=first.conversation, model=first.model, started=_iso(base))
     models = {f"model:{draft.label}": draft.calls[0].model for some in drafts.values() for draft in some if draft.label}
     timed = tuple(replace(one, at_s=(at - base) / 1e9 if at and base else None) for one, at in said)
     offered = next((call.tools for call in unit.calls if call.tools), ())
-    return imported("otel", timed, {**where, **known, **origin(**models)}, gaps, tools=[dict(tool) for tool in offered])
+    return build_trace("otel", timed, {**where, **known, **build_origin(**models)}, gaps, tools=[dict(tool) for tool in offered])
 
 
-def _note(call: Call, gaps: Gaps) -> None:
+def _note(call: ModelCall, gaps: Gaps) -> None:
     """What a call does not tell."""
     gaps.same_as(call.gaps)  # a call repeats the messages of those before it
     if not call.inputs:
@@ -188,20 +188,20 @@ def _note(call: Call, gaps: Gaps) -> None:
 class _Above:
     """What stands above a span: the nearest agent, and the tool that this agent had called there."""
 
-    def __init__(self, unit: Unit, parents: Mapping[Key, str], gaps: Gaps) -> None:
+    def __init__(self, unit: TraceCalls, parents: Mapping[SpanKey, str], gaps: Gaps) -> None:
         self._unit, self._parents, self._gaps = unit, parents, gaps
-        self._known: dict[Key, tuple[Key | None, Key | None]] = {}
+        self._known: dict[SpanKey, tuple[SpanKey | None, SpanKey | None]] = {}
 
-    def caller(self, key: Key) -> tuple[Key | None, Key | None]:
+    def caller(self, key: SpanKey) -> tuple[SpanKey | None, SpanKey | None]:
         """(agent, tool) above a span; the tool is the one that this agent called."""
         return self.at(key[0], self._parents.get(key, ""))
 
-    def at(self, trace_id: str, span: str) -> tuple[Key | None, Key | None]:
+    def at(self, trace_id: str, span: str) -> tuple[SpanKey | None, SpanKey | None]:
         """The same at or above a span."""
-        path: list[Key] = []
-        met: set[Key] = set()
+        path: list[SpanKey] = []
+        met: set[SpanKey] = set()
         key = (trace_id, span)
-        found: tuple[Key | None, Key | None] = (None, None)
+        found: tuple[SpanKey | None, SpanKey | None] = (None, None)
         while key[1]:
             if key in self._known:
                 found = self._known[key]
@@ -227,7 +227,7 @@ class _Above:
 class _Slot:
     """A tool call in a conversation, and where its answer stands."""
 
-    draft: Draft
+    draft: DraftConversation
     id: str
     name: str
     arguments: Any
@@ -235,12 +235,12 @@ class _Slot:
     used: bool = False
 
 
-def _hang_together(unit: Unit, drafts: Mapping[Key | None, list[Draft]], above: _Above, gaps: Gaps) -> None:
+def _hang_together(unit: TraceCalls, drafts: Mapping[SpanKey | None, list[DraftConversation]], above: _Above, gaps: Gaps) -> None:
     """Finds the call of each tool's span, and puts the agents that worked for it before its answer."""
-    runs: dict[Key | None, list[ToolRun]] = {}
+    runs: dict[SpanKey | None, list[ToolSpan]] = {}
     for run in sorted(unit.runs.values(), key=lambda run: run.start):
         runs.setdefault(above.caller(run.key)[0], []).append(run)
-    slots: dict[Key, _Slot] = {}
+    slots: dict[SpanKey, _Slot] = {}
     for key, some in runs.items():
         finder = _Finder(drafts.get(key, []))
         for run in some:
@@ -263,7 +263,7 @@ def _hang_together(unit: Unit, drafts: Mapping[Key | None, list[Draft]], above: 
             drafts[caller][-1].after.append(key)
 
 
-def _answered(slot: _Slot, run: ToolRun, gaps: Gaps) -> None:
+def _answered(slot: _Slot, run: ToolSpan, gaps: Gaps) -> None:
     """Takes over what a tool's span says of its call's answer."""
     entries = slot.draft.entries
     if slot.answer is not None:
@@ -271,25 +271,25 @@ def _answered(slot: _Slot, run: ToolRun, gaps: Gaps) -> None:
         entries[slot.answer] = (replace(one, failed=one.failed or run.failed, error=one.error or run.error), run.end or at)
     elif run.result is not None:
         slot.answer = len(entries)
-        entries.append((replace(spoken("tool", run.result, answers=slot.id, failed=run.failed), error=run.error), run.end))
+        entries.append((replace(build_message("tool", run.result, answers=slot.id, failed=run.failed), error=run.error), run.end))
     else:
         gaps.add("the answer of a tool call")
         if run.failed:  # that it failed is known, and of what
             slot.answer = len(entries)
-            entries.append((replace(spoken("tool", "", answers=slot.id, failed=True), error=run.error), run.end))
+            entries.append((replace(build_message("tool", "", answers=slot.id, failed=True), error=run.error), run.end))
 
 
 class _Finder:
     """The calls of one agent's conversations, by what a tool's span may say of them."""
 
-    def __init__(self, drafts: Sequence[Draft]) -> None:
+    def __init__(self, drafts: Sequence[DraftConversation]) -> None:
         self._by: dict[Any, deque[_Slot]] = {}
         for draft in drafts:
             for slot in _slots(draft):
                 for name in (("id", slot.id), ("both", slot.name, _hash(slot.arguments)), ("name", slot.name)):
                     self._by.setdefault(name, deque()).append(slot)
 
-    def find(self, run: ToolRun) -> _Slot | None:
+    def find(self, run: ToolSpan) -> _Slot | None:
         """The first call not found before that the span can be of: by its id, else by name and arguments, else by name."""
         names: list[Any] = [("id", run.id)] if run.id else [("both", run.name, _hash(run.arguments)), ("name", run.name)]
         for name in names:
@@ -302,7 +302,7 @@ class _Finder:
         return None
 
 
-def _slots(draft: Draft) -> list[_Slot]:
+def _slots(draft: DraftConversation) -> list[_Slot]:
     made: list[_Slot] = []
     by_id: dict[str, _Slot] = {}
     unnamed: deque[_Slot] = deque()
@@ -322,13 +322,13 @@ def _slots(draft: Draft) -> list[_Slot]:
     return made
 
 
-def _told(drafts: Mapping[Key | None, list[Draft]]) -> Iterator[tuple[Spoken, int]]:
+def _told(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Iterator[tuple[ImportedMessage, int]]:
     """All that was said, each agent's words before the answer that came of them; who nobody called in the order of time."""
     inside = {key for some in drafts.values() for draft in some for keys in (*draft.before.values(), draft.after) for key in keys}
     left = dict.fromkeys(drafts)
     order = [key for key in drafts if key not in inside]
 
-    def tell(key: Key | None, depth: int) -> Iterator[tuple[Spoken, int]]:
+    def tell(key: SpanKey | None, depth: int) -> Iterator[tuple[ImportedMessage, int]]:
         if key not in left or depth > DEEPEST:
             return
         del left[key]
@@ -350,7 +350,7 @@ def _iso(at: int) -> str:
     return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at // 1000)).isoformat() if at else ""
 
 
-def _next(before: bytes, entry: Entry) -> bytes:
+def _next(before: bytes, entry: MessageEntry) -> bytes:
     return hashlib.sha256(before + entry.known_by).digest()[:16]
 
 

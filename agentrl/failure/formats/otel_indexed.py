@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from agentrl.failure.formats.values import Gaps, decoded, names
-from agentrl.failure.trace import Spoken
+from agentrl.failure.formats.values import Gaps, decode_json, object_or_empty
+from agentrl.failure.trace import ImportedMessage
 
-Read = Callable[[Mapping[str, Any], str, Gaps], Iterator[Spoken]]
+Read = Callable[[Mapping[str, Any], str, Gaps], Iterator[ImportedMessage]]
 
 PROMPTS = ("gen_ai.prompt", "gen_ai.input.messages", "llm.input_messages", "llm.prompts")
 COMPLETIONS = ("gen_ai.completion", "gen_ai.output.messages", "llm.output_messages", "llm.completions")
@@ -31,7 +31,7 @@ def has_messages(attributes: Mapping[str, Any]) -> bool:
     return any(key.startswith(starts) and any(map(str.isdigit, key)) for key in attributes)
 
 
-def messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, gaps: Gaps, read: Read) -> Iterator[Spoken]:
+def messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, gaps: Gaps, read: Read) -> Iterator[ImportedMessage]:
     """The messages of the first of these lists that has any, in the order of their numbers. Raises `ValueError`.
 
     Args:
@@ -51,8 +51,8 @@ def definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict[str, Any
     schemas: list[dict[str, Any]] = []
     for name in _TOOLS:
         for item in numbered(attributes, name, gaps):
-            schema = decoded(names(item.get("tool")).get("json_schema"))
-            schema = schema if isinstance(schema, dict) else {key: decoded(value) for key, value in item.items() if key != "tool"}
+            schema = decode_json(object_or_empty(item.get("tool")).get("json_schema"))
+            schema = schema if isinstance(schema, dict) else {key: decode_json(value) for key, value in item.items() if key != "tool"}
             schemas.append(schema if "function" in schema else {"type": "function", "function": schema})
     return schemas
 
@@ -105,17 +105,17 @@ def _listed(value: Any) -> Any:
 
 def _chat_message(item: Mapping[str, Any]) -> dict[str, Any]:
     """A message as the chat completions API writes it, in which a call has its name and arguments in `function`."""
-    fields = names(item.get("message")) or dict(item)
+    fields = object_or_empty(item.get("message")) or dict(item)
     message = {key: value for key, value in fields.items() if key not in _NOT_KEPT}
     if "role" not in message and len(spoken := [role for role in _ROLES if isinstance(message.get(role), str)]) == 1:
         message |= {"role": spoken[0], "content": message.pop(spoken[0])}
     if isinstance(contents := message.pop("contents", None), list):
-        message["content"] = [names(names(one).get("message_content")) for one in contents]
+        message["content"] = [object_or_empty(object_or_empty(one).get("message_content")) for one in contents]
     elif isinstance(text := message.get("content"), str) and text.startswith("[{"):
-        parts = decoded(text)
-        message["content"] = parts if isinstance(parts, list) and all("type" in names(part) for part in parts) else text
+        parts = decode_json(text)
+        message["content"] = parts if isinstance(parts, list) and all("type" in object_or_empty(part) for part in parts) else text
     if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = [_call(names(names(one).get("tool_call")) or names(one)) for one in calls]
+        message["tool_calls"] = [_call(object_or_empty(object_or_empty(one).get("tool_call")) or object_or_empty(one)) for one in calls]
     name, arguments = message.pop("function_call_name", None), message.pop("function_call_arguments_json", None)
     if name is not None:
         message["function_call"] = {"name": name, "arguments": arguments}

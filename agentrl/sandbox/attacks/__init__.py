@@ -3,7 +3,7 @@
 `programs/` holds programs that an agent might run, one attack a file; `hostile_server` is a compromised exec server.
 """
 
-from agentrl.sandbox.attacks.cases import Attack, attacks
-from agentrl.sandbox.attacks.suite import ATTACK_SPEC, AttackResult, attack
+from agentrl.sandbox.attacks.cases import Attack, load_attacks
+from agentrl.sandbox.attacks.suite import ATTACK_SPEC, AttackResult, run_attacks
 
-__all__ = ["ATTACK_SPEC", "Attack", "AttackResult", "attack", "attacks"]
+__all__ = ["ATTACK_SPEC", "Attack", "AttackResult", "load_attacks", "run_attacks"]

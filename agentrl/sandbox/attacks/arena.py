@@ -41,11 +41,11 @@ class Escaped(Exception):
     """An attack got what it must not get; the message is the evidence."""
 
 
-class Broken(Exception):
+class AttackFailed(Exception):
     """An attack did not run as intended, so it proves nothing; the message says why."""
 
 
-class CutOff(Broken):
+class AttackCutOff(AttackFailed):
     """The attack's time ended before it came to its point: the machine was busy."""
 
 
@@ -226,7 +226,7 @@ async def namespace_of(sandbox: Sandbox) -> Namespace:
     return Namespace(link=result.stdout.strip(), seen=time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
-async def nothing_left(sandbox: Sandbox, namespace: Namespace | None) -> None:
+async def wait_until_gone(sandbox: Sandbox, namespace: Namespace | None) -> None:
     """Waits until no process, container, folder or control group of a closed sandbox exists. Raises `Escaped` when some stay."""
     deadline = time.monotonic() + CLEAR_S
     while left := await asyncio.to_thread(_left, sandbox.id, namespace):

@@ -51,7 +51,7 @@ class Attack:
     needs: str = ""
 
 
-def attacks() -> list[Attack]:
+def load_attacks() -> list[Attack]:
     """Every attack, by class."""
     every = [*(program_attack(path) for path in sorted(PROGRAMS.glob("*.py"))), *_tricks()]
     every.append(Attack(name="hostile_archives", kind="files", description=_ARCHIVES, host="hostile_archives", seconds=30.0, within=30.0))

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.attacks.arena import Escaped
-from agentrl.sandbox.attacks.host_steps import MEBIBYTE, STEPS, Scene
+from agentrl.sandbox.attacks.host_steps import MEBIBYTE, STEPS, StepContext
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
-from agentrl.task.outputs import Collected, collect
+from agentrl.task.outputs import CollectedOutputs, collect_outputs
 
 __all__ = ["STEPS"]
 
@@ -44,11 +44,11 @@ async def _in_time(what: str, work: Awaitable[T]) -> T:
         raise Escaped(f"{what} takes more than {SOON_S:.0f} s") from None
 
 
-async def _collected(scene: Scene) -> Collected:
-    return await _in_time("collecting the outputs", collect(scene.sandbox, ["**", "result"]))
+async def _collected(scene: StepContext) -> CollectedOutputs:
+    return await _in_time("collecting the outputs", collect_outputs(scene.sandbox, ["**", "result"]))
 
 
-async def _captured(scene: Scene) -> str:
+async def _captured(scene: StepContext) -> str:
     """Whatever the modes and names, a snapshot can be made and opens into the same files."""
     try:
         archive = await _in_time("a snapshot", scene.sandbox.snapshot())
@@ -65,7 +65,7 @@ async def _captured(scene: Scene) -> str:
     return f"a snapshot of {len(archive)} bytes opens as it was; {len(collected.files)} outputs, {len(collected.refused)} refused"
 
 
-async def _captured_or_too_large(scene: Scene) -> str:
+async def _captured_or_too_large(scene: StepContext) -> str:
     try:
         archive = await _in_time("a snapshot", scene.sandbox.snapshot())
         said = f"a snapshot of {len(archive)} bytes"
@@ -77,7 +77,7 @@ async def _captured_or_too_large(scene: Scene) -> str:
     return f"{said}; {len(collected.files)} outputs, {len(collected.refused)} refused"
 
 
-async def _nobody_at_the_outputs(scene: Scene) -> str:
+async def _nobody_at_the_outputs(scene: StepContext) -> str:
     collected = await _collected(scene)
     left = await scene.says("import os\nprint([pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())])")
     if left != "[]":
@@ -85,7 +85,7 @@ async def _nobody_at_the_outputs(scene: Scene) -> str:
     return f"{len(collected.files)} outputs, nobody beside them"
 
 
-async def _odd_arguments(scene: Scene) -> str:
+async def _odd_arguments(scene: StepContext) -> str:
     """Everything that a model may write, in every argument of a sandbox: a result, or an error not blamed on the machine."""
     refused = answered = 0
     for text in SAID:

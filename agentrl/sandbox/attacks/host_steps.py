@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import ExecResult
-from agentrl.sandbox.attacks.arena import Arena, Broken, Escaped
+from agentrl.sandbox.attacks.arena import Arena, AttackFailed, Escaped
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
@@ -25,7 +25,7 @@ SESSION = "main"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class StepContext:
     """The input of a step; `result` is the program's, None without one or when the sandbox is gone."""
 
     arena: Arena
@@ -38,7 +38,7 @@ class Scene:
         return result.stdout.strip() if result.ok else repr(result)
 
 
-Step = Callable[[Scene], Awaitable[str]]
+Step = Callable[[StepContext], Awaitable[str]]
 STEPS: dict[str, Step] = {}
 
 
@@ -64,7 +64,7 @@ async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
 
 
 @_step
-async def _user_quotas(scene: Scene) -> str:
+async def _user_quotas(scene: StepContext) -> str:
     code = (
         "import ctypes, os, signal\n"
         "libc = ctypes.CDLL(None)\n"
@@ -77,7 +77,7 @@ async def _user_quotas(scene: Scene) -> str:
 
 
 @_step
-async def _terminals(scene: Scene) -> str:
+async def _terminals(scene: StepContext) -> str:
     """While they are held, the neighbour and a fresh sandbox get theirs."""
     code = "import os\nkept = [os.openpty() for _ in range(4)]\nprint(len(kept))"
     fresh = await scene.backend.open(scene.arena.spec)
@@ -91,21 +91,21 @@ async def _terminals(scene: Scene) -> str:
 
 
 @_step
-async def _asynchronous_io(scene: Scene) -> str:
+async def _asynchronous_io(scene: StepContext) -> str:
     taken, most = (int(Path(f"/proc/sys/fs/aio-{name}").read_text()) for name in ("nr", "max-nr"))
     _hold(taken < most // 2, f"{taken} of the machine's {most} requests of asynchronous input and output are taken")
     return f"{taken} of {most} taken"
 
 
 @_step
-async def _filter_budget(scene: Scene) -> str:
+async def _filter_budget(scene: StepContext) -> str:
     fresh = await scene.backend.open(scene.arena.spec)
     await fresh.close()
     return "a fresh sandbox has its own"
 
 
 @_step
-async def _read_result_refused(scene: Scene) -> str:
+async def _read_result_refused(scene: StepContext) -> str:
     data = await _bytes_or_refusal(scene.sandbox.read("result", max_bytes=MEBIBYTE))
     _hold(data is None, f"read {len(data or b'')} bytes where {MEBIBYTE} were allowed")
     archive = await _bytes_or_refusal(scene.sandbox.snapshot())
@@ -113,13 +113,13 @@ async def _read_result_refused(scene: Scene) -> str:
 
 
 @_step
-async def _snapshot_refused(scene: Scene) -> str:
+async def _snapshot_refused(scene: StepContext) -> str:
     archive = await _bytes_or_refusal(scene.sandbox.snapshot())
     return "snapshot refused" if archive is None else f"snapshot of {len(archive)} bytes"
 
 
 @_step
-async def _nobody_is_left(scene: Scene) -> str:
+async def _nobody_is_left(scene: StepContext) -> str:
     code = "import os\nprint([pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())])"
     left = await scene.says(code)
     _hold(left == "[]", f"processes {left} outlived the timeout")
@@ -127,7 +127,7 @@ async def _nobody_is_left(scene: Scene) -> str:
 
 
 @_step
-async def _timeout_leaves_nobody(scene: Scene) -> str:
+async def _timeout_leaves_nobody(scene: StepContext) -> str:
     result = await scene.sandbox.exec(["sleep", "60"], timeout_s=0.5)
     _hold(result.reason == "timeout" or result.exit_code == 126, f"sleep ended: {result}")
     if result.exit_code == 126:
@@ -136,19 +136,19 @@ async def _timeout_leaves_nobody(scene: Scene) -> str:
 
 
 @_step
-async def _others_are_out_of_reach(scene: Scene) -> str:
+async def _others_are_out_of_reach(scene: StepContext) -> str:
     for _ in range(20):
         _hold(await scene.says("print(1)") == "1", "a program did not run")
         await asyncio.sleep(0.05)
     seen, done = (await scene.sandbox.read("reached", max_bytes=1000)).decode().split(" ", 1)
     if int(seen) == 0:
-        raise Broken("it saw no process of the server's")
+        raise AttackFailed("it saw no process of the server's")
     _hold(done == "", f"it reached a process of the server's: {done}")
     return f"{seen} processes of the server's were out of reach"
 
 
 @_step
-async def _sessions_answer(scene: Scene) -> str:
+async def _sessions_answer(scene: StepContext) -> str:
     """The attacked session may answer anything, in time; after its end, and in another session, answers are true."""
     own = await scene.sandbox.python("6 * 7", timeout_s=5, session=SESSION)
     said = own.reason or f"exit {own.exit_code}"
@@ -163,7 +163,7 @@ async def _sessions_answer(scene: Scene) -> str:
 
 
 @_step
-async def _session_lies(scene: Scene) -> str:
+async def _session_lies(scene: StepContext) -> str:
     for number in range(500):
         result = await scene.sandbox.python(f"print({number})", timeout_s=5, session=SESSION)
         _hold(result.reason != "timeout", f"call {number} of a session that does not listen: {result}")
@@ -174,7 +174,7 @@ async def _session_lies(scene: Scene) -> str:
 
 
 @_step
-async def _session_heirs(scene: Scene) -> str:
+async def _session_heirs(scene: StepContext) -> str:
     _hold(scene.result is not None and scene.result.session_ended, "the session lives on")
     await asyncio.sleep(0.5)
     for number in range(20):
@@ -188,13 +188,13 @@ async def _session_heirs(scene: Scene) -> str:
 
 
 @_step
-async def _output_is_only_output(scene: Scene) -> str:
+async def _output_is_only_output(scene: StepContext) -> str:
     _hold(scene.result is not None and scene.result.exit_code == 7 and not scene.result.truncated, f"the host took {scene.result}")
     return "exit code 7 arrived"
 
 
 @_step
-async def _planted_files(scene: Scene) -> str:
+async def _planted_files(scene: StepContext) -> str:
     names = ("passwd", "etc/passwd", "environ", "loop", "pipe", "folder", "socket", "zero", "unreadable", "etc/new", "loop/x")
     for name in names:
         data = await _bytes_or_refusal(scene.sandbox.read(name, max_bytes=MEBIBYTE))
@@ -212,7 +212,7 @@ async def _planted_files(scene: Scene) -> str:
 
 
 @_step
-async def _link_race(scene: Scene) -> str:
+async def _link_race(scene: StepContext) -> str:
     loop = asyncio.get_running_loop()
     end = loop.time() + RACE_S
     seen = {"refused": 0, "own": 0}
@@ -229,7 +229,7 @@ async def _link_race(scene: Scene) -> str:
 
 
 @_step
-async def _growing_files(scene: Scene) -> str:
+async def _growing_files(scene: StepContext) -> str:
     loop = asyncio.get_running_loop()
     end = loop.time() + RACE_S
     reads = snapshots = 0
@@ -244,7 +244,7 @@ async def _growing_files(scene: Scene) -> str:
 
 
 @_step
-async def _snapshot_opens(scene: Scene) -> str:
+async def _snapshot_opens(scene: StepContext) -> str:
     archive = await scene.sandbox.snapshot()
     copy = await scene.backend.open(scene.arena.spec, snapshot=archive)
     try:
@@ -262,7 +262,7 @@ async def _snapshot_opens(scene: Scene) -> str:
 
 
 @_step
-async def _run(scene: Scene) -> str:
+async def _run(scene: StepContext) -> str:
     """A program run by a hostile server gives a typed error, or a result within bounds, in time."""
     try:
         result = await scene.sandbox.exec(["cat"], stdin=bytes(4 * MEBIBYTE), timeout_s=1.0)
@@ -276,7 +276,7 @@ async def _run(scene: Scene) -> str:
 
 
 @_step
-async def _snapshot(scene: Scene) -> str:
+async def _snapshot(scene: StepContext) -> str:
     loop = asyncio.get_running_loop()
     start = loop.time()
     try:
@@ -288,7 +288,7 @@ async def _snapshot(scene: Scene) -> str:
 
 
 @_step
-async def _hostile_archives(scene: Scene) -> str:
+async def _hostile_archives(scene: StepContext) -> str:
     refused = 0
     for name, archive in _archives().items():
         try:

@@ -15,7 +15,7 @@ import time
 
 TRICK = ""
 BEFORE_HELLO = ("no_hello", "other_version", "hello_that_drips")
-PATIENT = (*BEFORE_HELLO, "silence", "drip", "deaf")
+SLOW_TRICKS = (*BEFORE_HELLO, "silence", "drip", "deaf")
 """Tricks that only cost the driver time, up to its deadline."""
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from agentrl.errors import AgentRLError
-from agentrl.sandbox.attacks.arena import Broken, Escaped
+from agentrl.sandbox.attacks.arena import AttackFailed, Escaped
 from agentrl.sandbox.attacks.file_steps import STEPS
-from agentrl.sandbox.attacks.host_steps import MEBIBYTE, Scene
+from agentrl.sandbox.attacks.host_steps import MEBIBYTE, StepContext
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
 __all__ = ["STEPS"]
@@ -25,7 +25,7 @@ subprocess.run(["sh", "-c", "cat /etc/passwd >/dev/null; python3 -I -c 'import c
 """
 
 
-async def _spin_together(scene: Scene) -> str:
+async def _spin_together(scene: StepContext) -> str:
     """Runs the program in many sandboxes at once: each must time out, and answer afterwards."""
     program = (await scene.sandbox.read("program.py", max_bytes=MEBIBYTE)).decode()
     scene.arena.sandboxes += TOGETHER
@@ -35,7 +35,7 @@ async def _spin_together(scene: Scene) -> str:
     sandboxes = [sandbox for sandbox in opened if isinstance(sandbox, ChannelSandbox)]
     try:
         if len(sandboxes) < TOGETHER:
-            raise Broken(f"only {len(sandboxes)} of {TOGETHER} sandboxes opened")
+            raise AttackFailed(f"only {len(sandboxes)} of {TOGETHER} sandboxes opened")
         ends = await asyncio.gather(*(_end_of(sandbox, program) for sandbox in sandboxes))
     finally:
         await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
@@ -55,13 +55,13 @@ async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
     return result.reason or f"exit {result.exit_code}" if answer.stdout == "42\n" else f"answers {answer}"
 
 
-async def _unseen_by_watchers(scene: Scene) -> str:
+async def _unseen_by_watchers(scene: StepContext) -> str:
     """While the program watches, the neighbour and a fresh sandbox open files. Then its sandbox opens one, to show that the watch works."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + ANSWER_S
     while await scene.says("import os; print(os.path.exists('watching'))") != "True":
         if loop.time() > deadline:
-            raise Broken("the program does not start to watch")
+            raise AttackFailed("the program does not start to watch")
     await asyncio.sleep(0.5)  # the exec server has made its next process ready by now
     before = len(await scene.sandbox.read("seen", max_bytes=MEBIBYTE))
     await scene.arena.neighbour.python(OPENED, timeout_s=ANSWER_S)
@@ -77,7 +77,7 @@ async def _unseen_by_watchers(scene: Scene) -> str:
     deadline = loop.time() + ANSWER_S
     while b"/etc/os-release" not in await scene.sandbox.read("seen", max_bytes=MEBIBYTE):
         if loop.time() > deadline:
-            raise Broken("its watches see nothing, not even its own sandbox")
+            raise AttackFailed("its watches see nothing, not even its own sandbox")
         await scene.sandbox.exec(["cat", "/etc/os-release"], timeout_s=ANSWER_S)
     return "saw only its own sandbox"
 

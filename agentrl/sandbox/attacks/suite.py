@@ -19,10 +19,10 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError
 from agentrl.records import ExecResult, SandboxSpec
-from agentrl.sandbox.attacks.arena import Arena, Broken, CutOff, Escaped, arena, namespace_of, nothing_left
-from agentrl.sandbox.attacks.cases import Attack, attacks, hostile_server_source
-from agentrl.sandbox.attacks.host_steps import SESSION, Scene
-from agentrl.sandbox.attacks.hostile_server import PATIENT
+from agentrl.sandbox.attacks.arena import Arena, AttackCutOff, AttackFailed, Escaped, arena, namespace_of, wait_until_gone
+from agentrl.sandbox.attacks.cases import Attack, hostile_server_source, load_attacks
+from agentrl.sandbox.attacks.host_steps import SESSION, StepContext
+from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS
 from agentrl.sandbox.attacks.neighbour_steps import STEPS
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
@@ -53,12 +53,14 @@ class AttackResult:
 Report = Callable[[AttackResult], None]
 
 
-async def attack(backend: ChannelBackend, spec: SandboxSpec, *, only: str = "", report: Report = lambda result: None) -> list[AttackResult]:
+async def run_attacks(
+    backend: ChannelBackend, spec: SandboxSpec, *, only: str = "", report: Report = lambda result: None
+) -> list[AttackResult]:
     """Runs the attacks whose name contains `only`: programs one after the other, hostile servers a few at a time.
 
     Raises `SandboxError` or `UserError` when the backend cannot open a sandbox at all.
     """
-    chosen = [item for item in attacks() if only in item.name]
+    chosen = [item for item in load_attacks() if only in item.name]
     neighbour = await backend.open(spec)
     try:
         async with arena(spec, neighbour) as host:
@@ -87,9 +89,9 @@ class _Suite:
                 return await self._judge(item, self._hostile_server)
 
         async with asyncio.TaskGroup() as group:
-            slow = [group.create_task(one(item)) for item in chosen if item.trick in PATIENT]
+            slow = [group.create_task(one(item)) for item in chosen if item.trick in SLOW_TRICKS]
             results = [await self._judge(item, self._program) for item in chosen if not item.trick]
-            rest = [group.create_task(one(item)) for item in chosen if item.trick and item.trick not in PATIENT]
+            rest = [group.create_task(one(item)) for item in chosen if item.trick and item.trick not in SLOW_TRICKS]
         by_name = {result.name: result for result in (*results, *(task.result() for task in (*slow, *rest)))}
         return [by_name[item.name] for item in chosen]
 
@@ -108,7 +110,7 @@ class _Suite:
             verdict, evidence = ESCAPED, str(seen)
         except TimeoutError:
             verdict, evidence = ESCAPED, f"the driver hung for {item.seconds + HANG_S:.0f} s"
-        except (Broken, AgentRLError, ValueError, OSError) as error:
+        except (AttackFailed, AgentRLError, ValueError, OSError) as error:
             verdict, evidence = ERROR, f"{type(error).__name__}: {error}"
         self._arena.trouble.clear()
         self._arena.allowed.trouble.clear()
@@ -134,7 +136,7 @@ class _Suite:
             await self._true_answers(sandbox)
         finally:
             await _closed(sandbox)
-        await nothing_left(sandbox, namespace)
+        await wait_until_gone(sandbox, namespace)
         self._arena.check()
         await self._fresh()
         return evidence
@@ -165,7 +167,7 @@ class _Suite:
             evidence = self._read(item, result)
         if item.host:
             try:
-                said = await STEPS[item.host](Scene(arena=self._arena, backend=self._backend, sandbox=sandbox, result=result))
+                said = await STEPS[item.host](StepContext(arena=self._arena, backend=self._backend, sandbox=sandbox, result=result))
             except SandboxError as error:
                 raise Escaped(f"the host's own call failed: {error}") from None
             evidence = f"{evidence}; {said}" if evidence else said
@@ -182,9 +184,9 @@ class _Suite:
         held = [line for line in lines if line.startswith("held: ")]
         end = result.reason or "exit"
         if end == "timeout" and not held:
-            raise CutOff(f"its {item.seconds:g} s ended before it came to its point")
+            raise AttackCutOff(f"its {item.seconds:g} s ended before it came to its point")
         if end not in item.ends or not held:
-            raise Broken(f"ended by {end} {result.exit_code}, saying {text.strip()[-300:]!r}")
+            raise AttackFailed(f"ended by {end} {result.exit_code}, saying {text.strip()[-300:]!r}")
         return held[-1].removeprefix("held: ") + (f" ({end})" if end != "exit" else "")
 
     async def _true_answers(self, sandbox: ChannelSandbox) -> None:
@@ -246,7 +248,7 @@ class _Suite:
                     evidence = await self._play(item, sandbox)
                 finally:
                     await _closed(sandbox)
-                await nothing_left(sandbox, None)
+                await wait_until_gone(sandbox, None)
         self._arena.check()
         return evidence
 
@@ -256,7 +258,7 @@ async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> st
     try:
         async with asyncio.timeout(item.seconds + HANG_S):
             return await play(item)
-    except CutOff:
+    except AttackCutOff:
         longer = replace(item, seconds=item.seconds + BUSY_S, within=item.within + BUSY_S)
         async with asyncio.timeout(longer.seconds + HANG_S):
             return await play(longer)

@@ -7,18 +7,18 @@ import itertools
 import time
 
 from agentrl.errors import SandboxError
-from agentrl.sandbox.conformance.bench import MEBIBYTE, Bench
+from agentrl.sandbox.conformance.bench import MEBIBYTE, BackendUnderTest
+from agentrl.sandbox.conformance.bench import conformance_check as _check
 from agentrl.sandbox.conformance.bench import expect as _expect
-from agentrl.sandbox.conformance.bench import must as _check
-from agentrl.sandbox.conformance.bench import raises as _raises
+from agentrl.sandbox.conformance.bench import expect_error as _raises
+from agentrl.sandbox.conformance.bench import expect_output as _says
 from agentrl.sandbox.conformance.bench import run_python as _python
-from agentrl.sandbox.conformance.bench import says as _says
 
 # Programs -------------------------------------------------------------------------------------------------------------
 
 
 @_check
-async def _exec_result(bench: Bench) -> None:
+async def _exec_result(bench: BackendUnderTest) -> None:
     """Output, errors, exit codes, standard input, environment and working directory of a program."""
     async with bench.sandbox() as sandbox:
         result = await sandbox.exec(
@@ -34,7 +34,7 @@ async def _exec_result(bench: Bench) -> None:
 
 
 @_check
-async def _python_like_the_interpreter(bench: Bench) -> None:
+async def _python_like_the_interpreter(bench: BackendUnderTest) -> None:
     """`python(code)` behaves like `python3 -I -c code`, and each call starts fresh."""
     snippets = [
         "print('hello'); import sys; sys.stderr.write('e')",
@@ -63,7 +63,7 @@ async def _python_like_the_interpreter(bench: Bench) -> None:
 
 
 @_check
-async def _output_is_cut(bench: Bench) -> None:
+async def _output_is_cut(bench: BackendUnderTest) -> None:
     """Long output keeps its head and tail, marks the cut, and takes no memory for the rest."""
     async with bench.sandbox() as sandbox:
         result = await _python(sandbox, "print('head'); print('x' * 5_000_000); print('tail')", output_bytes=1000)
@@ -72,7 +72,7 @@ async def _output_is_cut(bench: Bench) -> None:
 
 
 @_check
-async def _timeout_kills_the_tree(bench: Bench) -> None:
+async def _timeout_kills_the_tree(bench: BackendUnderTest) -> None:
     """A timeout ends children, daemons in their own session and stopped processes, promptly."""
     daemons = (
         "import os, time, signal\n"
@@ -96,7 +96,7 @@ async def _timeout_kills_the_tree(bench: Bench) -> None:
 
 
 @_check
-async def _background_does_not_hold_up(bench: Bench) -> None:
+async def _background_does_not_hold_up(bench: BackendUnderTest) -> None:
     """A program ends even if it leaves a child that holds its output."""
     async with bench.sandbox() as sandbox:
         start = time.monotonic()
@@ -108,7 +108,7 @@ async def _background_does_not_hold_up(bench: Bench) -> None:
 
 
 @_check
-async def _memory_bomb(bench: Bench) -> None:
+async def _memory_bomb(bench: BackendUnderTest) -> None:
     """Exceeding the memory limit by far ends the program, not the sandbox."""
     async with bench.sandbox() as sandbox:
         size = 4 * bench.spec.memory_mb * MEBIBYTE
@@ -119,7 +119,7 @@ async def _memory_bomb(bench: Bench) -> None:
 
 
 @_check
-async def _fork_bomb(bench: Bench) -> None:
+async def _fork_bomb(bench: BackendUnderTest) -> None:
     """A fork bomb hits the process limit and ends with the timeout."""
     bomb = "import os\nn = 0\nwhile True:\n    try:\n        if os.fork() == 0:\n            n = 0\n    except OSError:\n        pass\n"
     count = (
@@ -142,7 +142,7 @@ async def _fork_bomb(bench: Bench) -> None:
 
 
 @_check
-async def _disk_limit(bench: Bench) -> None:
+async def _disk_limit(bench: BackendUnderTest) -> None:
     """The working directory and /tmp have limited size."""
     fill = (
         "import os\n"
@@ -161,7 +161,7 @@ async def _disk_limit(bench: Bench) -> None:
 
 
 @_check
-async def _open_files_limit(bench: Bench) -> None:
+async def _open_files_limit(bench: BackendUnderTest) -> None:
     """A program gets no more file descriptors than the limit."""
     code = "import os\nn = 0\ntry:\n    while n < 100000:\n        os.dup(1); n += 1\nexcept OSError: pass\nprint(n)"
     async with bench.sandbox() as sandbox:
@@ -173,7 +173,7 @@ async def _open_files_limit(bench: Bench) -> None:
 
 
 @_check
-async def _no_network(bench: Bench) -> None:
+async def _no_network(bench: BackendUnderTest) -> None:
     """The only network interface is the sandbox's own loopback, with nothing of the host on it."""
     code = (
         "import socket\n"
@@ -188,7 +188,7 @@ async def _no_network(bench: Bench) -> None:
 
 
 @_check
-async def _unprivileged(bench: Bench) -> None:
+async def _unprivileged(bench: BackendUnderTest) -> None:
     """Programs are not root, have no capabilities and no way to gain any; no new namespaces, mounts or devices; a system call filter."""
     code = (
         "import os, ctypes\n"
@@ -218,7 +218,7 @@ async def _unprivileged(bench: Bench) -> None:
 
 
 @_check
-async def _read_only_root(bench: Bench) -> None:
+async def _read_only_root(bench: BackendUnderTest) -> None:
     """Nothing outside the working directory, /tmp and shared memory can be written."""
     code = (
         "import os\n"
@@ -235,7 +235,7 @@ async def _read_only_root(bench: Bench) -> None:
 
 
 @_check
-async def _server_out_of_reach(bench: Bench) -> None:
+async def _server_out_of_reach(bench: BackendUnderTest) -> None:
     """Programs cannot read, trace, signal or impersonate the exec server, and inherit none of its descriptors."""
     code = (
         "import os, signal, ctypes, stat\n"
@@ -265,7 +265,7 @@ async def _server_out_of_reach(bench: Bench) -> None:
 
 
 @_check
-async def _nothing_shared(bench: Bench) -> None:
+async def _nothing_shared(bench: BackendUnderTest) -> None:
     """No sandbox sees what another writes, one that began with its files neither; each has its own processes."""
     async with bench.sandbox() as first, bench.sandbox() as second:
         leave = "for path in ('/tmp/mark', '/home/agent/mark', '/dev/shm/mark'):\n    open(path, 'w').write('x')"
@@ -283,7 +283,7 @@ async def _nothing_shared(bench: Bench) -> None:
 
 
 @_check
-async def _killed_sandbox_is_an_error(bench: Bench) -> None:
+async def _killed_sandbox_is_an_error(bench: BackendUnderTest) -> None:
     """Whatever a program does to its sandbox, the outcome is a typed error or none, and the next sandbox opens."""
     attack = "import os\nfor pid in [1, -1]:\n    try: os.kill(pid, 9)\n    except OSError: pass\n"
     async with bench.sandbox() as sandbox:
@@ -300,7 +300,7 @@ async def _killed_sandbox_is_an_error(bench: Bench) -> None:
 
 
 @_check
-async def _files(bench: Bench) -> None:
+async def _files(bench: BackendUnderTest) -> None:
     """Files are written and read unchanged; missing, oversized and misplaced ones are typed errors."""
     data = bytes(range(256)) * 4096
     async with bench.sandbox(files={"in/deep/data.bin": data, "note.txt": b"hi"}) as sandbox:
@@ -315,7 +315,7 @@ async def _files(bench: Bench) -> None:
 
 
 @_check
-async def _words_of_an_agent(bench: Bench) -> None:
+async def _words_of_an_agent(bench: BackendUnderTest) -> None:
     """An invalid argument is a typed error of that call, every possible file name is accepted, and the sandbox goes on."""
     async with bench.sandbox() as sandbox:
         for text in ("\ud800", "a\0b", ""):
@@ -334,7 +334,7 @@ async def _words_of_an_agent(bench: Bench) -> None:
 
 
 @_check
-async def _links_are_not_followed(bench: Bench) -> None:
+async def _links_are_not_followed(bench: BackendUnderTest) -> None:
     """A link, pipe or folder where the host reads or writes is refused or replaced, never followed."""
     plant = (
         "import os\n"
@@ -351,7 +351,7 @@ async def _links_are_not_followed(bench: Bench) -> None:
 
 
 @_check
-async def _snapshot_round_trip(bench: Bench) -> None:
+async def _snapshot_round_trip(bench: BackendUnderTest) -> None:
     """A snapshot opens as a sandbox with the same files, also unreadable ones; an oversized working directory is refused."""
     fill = (
         "import os\n"
@@ -377,7 +377,7 @@ async def _snapshot_round_trip(bench: Bench) -> None:
 
 
 @_check
-async def _pause_and_resume(bench: Bench) -> None:
+async def _pause_and_resume(bench: BackendUnderTest) -> None:
     """A paused program makes no progress and its clock stands still; once resumed it goes on."""
     count = "import time\nfor i in range(15):\n    time.sleep(0.1)\n    print(time.monotonic(), flush=True)\n"
     async with bench.sandbox() as sandbox:
@@ -394,7 +394,7 @@ async def _pause_and_resume(bench: Bench) -> None:
 
 
 @_check
-async def _close_is_final(bench: Bench) -> None:
+async def _close_is_final(bench: BackendUnderTest) -> None:
     """Closing twice is allowed, and calls on a closed sandbox raise a typed error."""
     sandbox = await bench.backend.open(bench.spec)
     await sandbox.close()

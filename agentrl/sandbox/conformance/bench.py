@@ -17,8 +17,8 @@ MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
-    """The result of one check: `CheckResult(name="no_network", ok=True, detail="", wall_s=0.2)`."""
+class ConformanceResult:
+    """The result of one check: `ConformanceResult(name="no_network", ok=True, detail="", wall_s=0.2)`."""
 
     name: str
     ok: bool
@@ -26,12 +26,12 @@ class CheckResult:
     wall_s: float
 
 
-class Unmet(Exception):
+class ConformanceError(Exception):
     """A backend breaks a requirement; the message says what was seen."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class BackendUnderTest:
     """The backend and spec that a check works on."""
 
     backend: SandboxBackend
@@ -46,50 +46,50 @@ class Bench:
             await sandbox.close()
 
 
-Check = Callable[[Bench], Awaitable[None]]
+Check = Callable[[BackendUnderTest], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
 
 
-async def check(backend: SandboxBackend, spec: SandboxSpec, *, only: str = "") -> list[CheckResult]:
+async def check_conformance(backend: SandboxBackend, spec: SandboxSpec, *, only: str = "") -> list[ConformanceResult]:
     """Runs the checks (those whose name contains `only`) one after the other; a check that raises or takes too long has failed."""
     await backend.prepare(spec)
-    return [await _run(name, work, Bench(backend, spec)) for name, work in CHECKS.items() if only in name]
+    return [await _run(name, work, BackendUnderTest(backend, spec)) for name, work in CHECKS.items() if only in name]
 
 
-async def _run(name: str, work: Check, bench: Bench) -> CheckResult:
+async def _run(name: str, work: Check, bench: BackendUnderTest) -> ConformanceResult:
     start = time.monotonic()
     detail = ""
     try:
         async with asyncio.timeout(CHECK_S):
             await work(bench)
-    except (Unmet, AgentRLError, ValueError, OSError) as error:
+    except (ConformanceError, AgentRLError, ValueError, OSError) as error:
         detail = f"{type(error).__name__}: {error}"
-    return CheckResult(name=name, ok=not detail, detail=detail, wall_s=time.monotonic() - start)
+    return ConformanceResult(name=name, ok=not detail, detail=detail, wall_s=time.monotonic() - start)
 
 
-def must(work: Check) -> Check:
+def conformance_check(work: Check) -> Check:
     CHECKS[work.__name__.removeprefix("_")] = work
     return work
 
 
 def expect(condition: bool, seen: object) -> None:
     if not condition:
-        raise Unmet(str(seen)[:1000])
+        raise ConformanceError(str(seen)[:1000])
 
 
 async def run_python(sandbox: Sandbox, code: str, *, timeout_s: float = 20.0, output_bytes: int = 65536) -> ExecResult:
     return await sandbox.python(code, timeout_s=timeout_s, output_bytes=output_bytes)
 
 
-async def says(sandbox: Sandbox, code: str, *wanted: str) -> None:
+async def expect_output(sandbox: Sandbox, code: str, *wanted: str) -> None:
     """Checks that `code` succeeds and prints exactly one of `wanted`."""
     result = await run_python(sandbox, code)
     expect(result.exit_code == 0 and result.stdout.strip() in wanted, result)
 
 
-async def raises(kinds: type[Exception] | tuple[type[Exception], ...], work: Awaitable[object]) -> None:
+async def expect_error(kinds: type[Exception] | tuple[type[Exception], ...], work: Awaitable[object]) -> None:
     try:
         result = await work
     except kinds:
         return
-    raise Unmet(f"expected {kinds}, got {result!r}")
+    raise ConformanceError(f"expected {kinds}, got {result!r}")

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from agentrl.sandbox.conformance.bench import Bench, expect, must, run_python, says
+from agentrl.sandbox.conformance.bench import BackendUnderTest, conformance_check, expect, expect_output, run_python
 
 
-@must
-async def _allow_list(bench: Bench) -> None:
+@conformance_check
+async def _allow_list(bench: BackendUnderTest) -> None:
     """With an allow-list a program reaches what is on it, through its proxy variables, and nothing else."""
     ask = (
         "import os, socket, urllib.error, urllib.request\n"
@@ -27,15 +27,15 @@ async def _allow_list(bench: Bench) -> None:
     async with _greeting() as port:
         tests = f"ask('http://127.0.0.1:{port}/'), ask('http://127.0.0.1:{port ^ 1}/'), ask('http://example.com/'), "
         tests += f"direct('127.0.0.1', {port}), direct('example.com', 80), direct('1.1.1.1', 53)"
-        wide = Bench(bench.backend, replace(bench.spec, network=(f"127.0.0.1:{port}",)))
+        wide = BackendUnderTest(bench.backend, replace(bench.spec, network=(f"127.0.0.1:{port}",)))
         async with wide.sandbox() as sandbox:
-            await says(sandbox, f"{ask}print({tests})", "hello 403 403 no no no")
+            await expect_output(sandbox, f"{ask}print({tests})", "hello 403 403 no no no")
             killed = await run_python(sandbox, "import time; time.sleep(60)", timeout_s=0.5)
             expect(killed.reason == "timeout", killed)
             result = await sandbox.exec(["python3", "-c", f"{ask}print({tests})"], timeout_s=20)  # after every process was killed
             expect(result.stdout == "hello 403 403 no no no\n", result)
         async with bench.sandbox() as sandbox:
-            await says(sandbox, f"{ask}print({tests}, os.environ.get('HTTP_PROXY'))", "no no no no no no None")
+            await expect_output(sandbox, f"{ask}print({tests}, os.environ.get('HTTP_PROXY'))", "no no no no no no None")
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import time
 
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult
-from agentrl.sandbox.conformance.bench import Bench, expect, must, raises, says
+from agentrl.sandbox.conformance.bench import BackendUnderTest, conformance_check, expect, expect_error, expect_output
 
 
 async def _in_session(sandbox: Sandbox, code: str, *, name: str = "main", timeout_s: float = 20.0, output_bytes: int = 65536) -> ExecResult:
@@ -20,8 +20,8 @@ async def _answers(sandbox: Sandbox, code: str, wanted: str, *, name: str = "mai
     expect((result.exit_code, result.stdout, result.restarted, result.session_ended) == (0, wanted, False, False), result)
 
 
-@must
-async def _session_keeps_its_names(bench: Bench) -> None:
+@conformance_check
+async def _session_keeps_its_names(bench: BackendUnderTest) -> None:
     """Names, imports and threads of a session persist; other sessions, and calls without one, do not see them."""
     async with bench.sandbox() as sandbox:
         await _answers(sandbox, "import json\nrows = [1, 2]\ndef total(): return sum(rows)", "")
@@ -29,12 +29,12 @@ async def _session_keeps_its_names(bench: Bench) -> None:
         await _answers(sandbox, "print(total(), json.dumps(rows), __name__)", "6 [1, 2, 3] __main__\n")
         await _answers(sandbox, "open('f', 'w').write('shared')", "6\n")
         await _answers(sandbox, "print('rows' in globals(), open('f').read())", "False shared\n", name="other")
-        await says(sandbox, "print('rows' in globals(), open('f').read())", "False shared")
+        await expect_output(sandbox, "print('rows' in globals(), open('f').read())", "False shared")
         await _answers(sandbox, "import os; print(os.getcwd(), repr(__import__('sys').stdin.read()))", "/home/agent ''\n")
 
 
-@must
-async def _session_shows_last_values(bench: Bench) -> None:
+@conformance_check
+async def _session_shows_last_values(bench: BackendUnderTest) -> None:
     """As in an interactive interpreter, a final expression is shown unless None; an exception is printed, and the session lives on."""
     async with bench.sandbox() as sandbox:
         shows = {"6 * 7": "42\n", "x = 1": "", "None": "", "'a\\n'": "'a\\n'\n", "1\n2": "2\n", "_ + 1": "3\n", "": ""}
@@ -47,8 +47,8 @@ async def _session_shows_last_values(bench: Bench) -> None:
         await _answers(sandbox, "x", "1\n")
 
 
-@must
-async def _session_output_is_each_calls_own(bench: Bench) -> None:
+@conformance_check
+async def _session_output_is_each_calls_own(bench: BackendUnderTest) -> None:
     """Output is cut like a program's; what threads and children print between calls belongs to no call, and ends none."""
     noise = (
         "import os, threading, time\n"
@@ -71,15 +71,15 @@ async def _session_output_is_each_calls_own(bench: Bench) -> None:
         await asyncio.sleep(0.3)
         result = await _in_session(sandbox, "print('quiet', flush=True)")
         expect(result.exit_code == 0 and result.stdout.count("thread") < 10 and "child" not in result.stdout, result)
-        await says(sandbox, "print('alone')", "alone")
+        await expect_output(sandbox, "print('alone')", "alone")
         result = await _in_session(sandbox, "pid = os.fork()\nprint(pid > 0)")  # the child reaches the end of the code too
         expect(result.exit_code == 0 and "True\n" in result.stdout, result)
         result = await _in_session(sandbox, "print(pid > 0)")
         expect(result.exit_code == 0 and result.stdout.replace("thread\n", "") == "True\n", result)
 
 
-@must
-async def _session_ends(bench: Bench) -> None:
+@conformance_check
+async def _session_ends(bench: BackendUnderTest) -> None:
     """An exit, a kill and a timeout end a session; the result says so, and the next result says that it was restarted."""
     async with bench.sandbox() as sandbox:
         for end, how, timeout_s in (
@@ -100,8 +100,8 @@ async def _session_ends(bench: Bench) -> None:
         expect(result.ok and result.restarted, result)
 
 
-@must
-async def _session_memory(bench: Bench) -> None:
+@conformance_check
+async def _session_memory(bench: BackendUnderTest) -> None:
     """A session that takes too much memory ends, or gets an exception; the sandbox goes on."""
     async with bench.sandbox() as sandbox:
         result = await _in_session(sandbox, f"b = bytearray(b'x') * {4 * bench.spec.memory_mb << 20}", timeout_s=60)
@@ -111,21 +111,21 @@ async def _session_memory(bench: Bench) -> None:
         expect(result.ok and result.stdout == "42\n" and result.restarted == killed, result)
 
 
-@must
-async def _sessions_are_bounded(bench: Bench) -> None:
+@conformance_check
+async def _sessions_are_bounded(bench: BackendUnderTest) -> None:
     """A sandbox has at most four session names, all of them plain."""
     async with bench.sandbox() as sandbox:
         for name in ("a b", "../x", "x" * 65, "\u00e9"):
-            await raises(ValueError, _in_session(sandbox, "1", name=name))
+            await expect_error(ValueError, _in_session(sandbox, "1", name=name))
         for number in range(4):
             await _answers(sandbox, f"x = {number}", "", name=f"s{number}")
-        await raises(ValueError, _in_session(sandbox, "1", name="one-too-many"))
+        await expect_error(ValueError, _in_session(sandbox, "1", name="one-too-many"))
         for number in range(4):
             await _answers(sandbox, "x", f"{number}\n", name=f"s{number}")
 
 
-@must
-async def _session_pauses(bench: Bench) -> None:
+@conformance_check
+async def _session_pauses(bench: BackendUnderTest) -> None:
     """Calls in a session, and its work between calls, stand still while the sandbox is paused."""
     count = "import threading, time\nticks = []\ndef tick():\n    while True: ticks.append(time.monotonic()); time.sleep(0.02)\n"
     async with bench.sandbox() as sandbox:
@@ -141,8 +141,8 @@ async def _session_pauses(bench: Bench) -> None:
         await _answers(sandbox, "max(b - a for a, b in zip(ticks, ticks[1:])) > 1.2", "True\n")
 
 
-@must
-async def _session_is_not_in_a_snapshot(bench: Bench) -> None:
+@conformance_check
+async def _session_is_not_in_a_snapshot(bench: BackendUnderTest) -> None:
     """A snapshot holds only files; in its copy a session starts fresh, and says so once."""
     async with bench.sandbox() as sandbox:
         await _answers(sandbox, "x = 1; print(open('f', 'w').write('kept'))", "4\n")

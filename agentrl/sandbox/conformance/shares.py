@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from agentrl.sandbox.conformance.bench import Bench, expect, must, run_python, says
+from agentrl.sandbox.conformance.bench import BackendUnderTest, conformance_check, expect, expect_output, run_python
 
 SPIN_S = 1.0
 SPINNERS = 4
@@ -13,21 +13,21 @@ LENIENCE = 1.35
 """Accepted excess of CPU time, which is assigned in slices of a tenth of a second."""
 
 
-@must
-async def _cores(bench: Bench) -> None:
+@conformance_check
+async def _cores(bench: BackendUnderTest) -> None:
     """Every way to count cores gives the number that the CPU time fills."""
     count = min(math.ceil(bench.spec.cpus), len(os.sched_getaffinity(0)))
     code = "import os; print(os.cpu_count(), len(os.sched_getaffinity(0)), os.sysconf('SC_NPROCESSORS_ONLN'))"
     async with bench.sandbox() as sandbox:
-        await says(sandbox, code, f"{count} {count} {count}")
+        await expect_output(sandbox, code, f"{count} {count} {count}")
         result = await sandbox.exec(["nproc"], timeout_s=10)
         expect(result.stdout == f"{count}\n", result)
         result = await sandbox.exec(["python3", "-I", "-c", code], timeout_s=20)
         expect(result.stdout == f"{count} {count} {count}\n", result)
 
 
-@must
-async def _cpu_time(bench: Bench) -> None:
+@conformance_check
+async def _cpu_time(bench: BackendUnderTest) -> None:
     """All programs together get the CPU time of the spec."""
     code = (
         "import os, time\n"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.records.destinations import parse_all
+from agentrl.records.destinations import parse_destinations
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
 from agentrl.sandbox.links import accept, readable
 
@@ -41,7 +41,7 @@ class EgressListener:
 
     def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
-        self.proxy = Proxy(name, parse_all(spec.network), self.bounds)
+        self.proxy = Proxy(name, parse_destinations(spec.network), self.bounds)
         self._name = name
         self._path = folder / LINK
         self._handing = socket.socket(socket.AF_UNIX)

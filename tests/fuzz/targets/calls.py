@@ -13,9 +13,9 @@ from typing import Any
 from agentrl.agent.calls import MAX_CALLS
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.forms import FORMS, deepseek
-from agentrl.agent.invoke import checked
+from agentrl.agent.invoke import checked_outcome
 from agentrl.agent.tools import BUILT_IN, Tool, ToolOutcome
-from agentrl.agent.typed import tool, typed
+from agentrl.agent.typed import tool, typed_tool
 from agentrl.records import (
     Episode,
     ExecResult,
@@ -30,7 +30,7 @@ from agentrl.records import (
     VersionSpan,
     codec,
 )
-from agentrl.session.transcript import append, transcript
+from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.testing.policies import byte_tokenizer
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import ScriptedSandbox
@@ -63,7 +63,7 @@ async def takes(
     return [answer, code, n, a, x, more, y]
 
 
-TOOLS: Mapping[str, Tool] = {**BUILT_IN, "takes": typed(takes)}
+TOOLS: Mapping[str, Tool] = {**BUILT_IN, "takes": typed_tool(takes)}
 STORED_IDS = 16
 WHOLE_EVERY = 8
 """One of this many completions is also rendered through the chat template, and written as a transcript."""
@@ -131,7 +131,7 @@ async def _called(call: ToolCall, said: str) -> ToolOutcome:
     sandbox = ScriptedSandbox("fuzzed", lambda code: ExecResult(exit_code=0, stdout=said, stderr="", wall_s=0.0), {})
     outcome = None
     for name in [call.name] if call.name in TOOLS else list(TOOLS):
-        outcome = checked(await TOOLS[name](call.arguments, sandbox, LIMITS), LIMITS)
+        outcome = checked_outcome(await TOOLS[name](call.arguments, sandbox, LIMITS), LIMITS)
         most = LIMITS.tool_output_chars + 100
         must(name != "takes" or outcome.ok or outcome.output.startswith("error: takes: "), "arguments are neither taken nor told")
         must(len(outcome.output) <= most and len(outcome.answer or "") <= most, "more is shown than the limit allows")
@@ -162,7 +162,7 @@ def _stored(ids: Sequence[int], message: Message, results: tuple[ToolResult, ...
 def _written(scored: ScoredEpisode, path: Path) -> None:
     """A transcript is a line of JSON."""
     path.unlink(missing_ok=True)
-    append(path, [transcript(TASK, scored, phase="train", step=0)])
+    append_transcripts(path, [transcript(TASK, scored, phase="train", step=0)])
     lines = path.read_bytes().split(b"\n")
     must(len(lines) == 2 and isinstance(json.loads(lines[0]), dict), "a transcript is not a line of JSON")
 

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.errors import ServingError
 from agentrl.records import CUT, Completion, Message, SamplingParams, Turn, codec
 from agentrl.serving.client import parse_completion
-from agentrl.serving.control import decoded, weight_version
+from agentrl.serving.control import decode_answer, parse_weight_version
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must
 
@@ -22,9 +22,9 @@ TRUNCATED = SamplingParams(max_tokens=8, top_k=3, supports=True)
 def prepare(scratch: Path) -> Check:
     def check(data: bytes) -> None:
         try:
-            answer = decoded(200, data, "/generate")
+            answer = decode_answer(200, data, "/generate")
             if isinstance(answer, dict) and "weight_version" in answer:
-                must(isinstance(weight_version(answer), str), "a version without a name")
+                must(isinstance(parse_weight_version(answer), str), "a version without a name")
         except ServingError as error:
             must(bool(str(error)), "an error that says nothing")
             return

@@ -97,15 +97,15 @@ class Desk:
         stream = io.BytesIO(sent)
         parts: list[bytes] = []
         while True:
-            header_size, body_size = frames.prefix(stream.read(frames.PREFIX.size))
-            header = frames.header(stream.read(header_size))
+            header_size, body_size = frames.parse_prefix(stream.read(frames.PREFIX.size))
+            header = frames.parse_header(stream.read(header_size))
             parts.append(stream.read(body_size))
             must(header["id"] == 1 and sum(map(len, parts)) <= most, "an answer larger than was asked for")
             if not header["ok"]:
-                kind, _ = frames.failure(header)
+                kind, _ = frames.parse_failure(header)
                 must(kind in ("not_found", "too_large", "refused"), f"the agent's own doing is told as the machine's: {header}")
                 return None
-            if not frames.fields(header, schema).get("more", False):
+            if not frames.check_fields(header, schema).get("more", False):
                 must(not stream.read(1), "more than one answer")
                 return b"".join(parts)
             must(bool(parts[-1]), "a piece of nothing")

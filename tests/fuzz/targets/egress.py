@@ -14,8 +14,8 @@ import h11
 
 from agentrl.records import destinations
 from agentrl.sandbox.egress import heads
-from agentrl.sandbox.egress.addresses import public
-from agentrl.sandbox.egress.heads import Refusal, Wanted
+from agentrl.sandbox.egress.addresses import is_public
+from agentrl.sandbox.egress.heads import ProxyRequest, Refusal
 from tests.fuzz import mutators
 from tests.fuzz.mutators import join, split
 from tests.fuzz.target import Check, Target, must
@@ -39,17 +39,20 @@ def _head(body: bytes) -> None:
     end = body.find(b"\r\n\r\n")
     head = (body[:end] if end >= 0 else body)[: HEAD_BYTES - 4] + b"\r\n\r\n"
     try:
-        wanted = heads.parse(head)
+        wanted = heads.parse_request(head)
     except Refusal as refusal:
         must(refusal.reason.isprintable() and 400 <= refusal.status < 600, "a refusal that cannot be told")
         return
     must(1 <= wanted.port <= 65535 and destinations.plain_host(_shown(wanted.host)) == wanted.host, "a host that is not in its one form")
-    must((address := destinations.literal(wanted.host)) is None or isinstance(public(address), bool), "an address that cannot be judged")
+    must(
+        (address := destinations.address_literal(wanted.host)) is None or isinstance(is_public(address), bool),
+        "an address that cannot be judged",
+    )
     if wanted.head:
         _understood(wanted)
 
 
-def _understood(wanted: Wanted) -> None:
+def _understood(wanted: ProxyRequest) -> None:
     """Two readers of HTTP, a strict one (h11) and a lenient one (`http.server`), find the same one request in what is sent on."""
     server = h11.Connection(h11.SERVER, max_incomplete_event_size=2 * HEAD_BYTES)
     server.receive_data(wanted.head)
@@ -68,7 +71,7 @@ def _understood(wanted: Wanted) -> None:
         _sent_on(wanted, [(name.lower(), value) for name, value in lenient.headers.items()])
 
 
-def _sent_on(wanted: Wanted, headers: list[tuple[str, str]]) -> None:
+def _sent_on(wanted: ProxyRequest, headers: list[tuple[str, str]]) -> None:
     named = dict(headers)
     once = [name for name, _ in headers if name in ("host", "connection", "content-length")]
     must(len(once) == len(set(once)), "a header is sent on twice")
@@ -96,16 +99,16 @@ def _shown(host: str) -> str:
 
 def _entry(text: str) -> None:
     try:
-        entry = destinations.parse(text)
+        entry = destinations.parse_destination(text)
     except ValueError:
         return
     host = f"x.{entry.host}" if entry.below else entry.host
     must(entry.covers(host, entry.port) and not entry.covers(host, entry.port % 65535 + 1), "an entry that does not mean its own port")
     must(not entry.below or not entry.covers(entry.host, entry.port), "a star that stands for the name itself")
-    again = destinations.parse(f"{'*.' if entry.below else ''}{_shown(entry.host)}:{entry.port}")
+    again = destinations.parse_destination(f"{'*.' if entry.below else ''}{_shown(entry.host)}:{entry.port}")
     must(again == entry, "an entry that means another one when it is written plainly")
     if entry.address is None:
-        must(destinations.literal(entry.host) is None, "a name that is an address")
+        must(destinations.address_literal(entry.host) is None, "a name that is an address")
 
 
 def seeds() -> Sequence[bytes]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.graph import Graph, chain
-from agentrl.gateway.request import MAX_MESSAGES, STATUS, Answer, Called, Refused, read_json
+from agentrl.gateway.graph import ConversationGraph, conversation_ends
+from agentrl.gateway.request import MAX_MESSAGES, STATUS, Answer, AnswerCall, RequestError, read_json
 from agentrl.records import ToolCall
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must
@@ -20,7 +20,7 @@ ANSWER = Answer(
     model="policy",
     text="I look.",
     reasoning="hm",
-    calls=(Called(id="call_0", call=ToolCall(name="look", arguments={"at": "é"})),),
+    calls=(AnswerCall(id="call_0", call=ToolCall(name="look", arguments={"at": "é"})),),
     cut=False,
     prompt_tokens=3,
     completion_tokens=2,
@@ -36,13 +36,13 @@ def prepare(scratch: Path) -> Check:
             return
         try:
             asked = protocol.read(read_json(body))
-        except Refused as refused:
+        except RequestError as refused:
             must(refused.status in STATUS.values() and bool(refused.message), "a refusal that says nothing")
             _written(protocol.error(refused))
             return
         must(len(asked.messages) <= MAX_MESSAGES * MAX_MESSAGES and all(isinstance(one, str) for one in asked.system), "no request")
-        must(len(chain(asked.messages)) == len(asked.messages) + 1, "a conversation without an end")
-        place = Graph().place(asked)
+        must(len(conversation_ends(asked.messages)) == len(asked.messages) + 1, "a conversation without an end")
+        place = ConversationGraph().place(asked)
         must(place.before is None and place.parent is None, "a conversation that nobody sampled goes on from somewhere")
         _written(protocol.write(ANSWER, asked))
         events = [event for _, event in protocol.events(ANSWER, asked)]

@@ -13,12 +13,12 @@ from typing import Any
 from agentrl.errors import TaskError
 from agentrl.plugins.references import add_project_root, content_root
 from agentrl.records import Episode, ExecResult, SandboxSpec, Score, Task, codec
-from agentrl.records.paths import plain_path
+from agentrl.records.paths import is_plain_path
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.reward.rewardfile import reward
 from agentrl.sandbox import arguments
-from agentrl.task.grading import KEY, Grading, Mode, pack
-from agentrl.task.outputs import WHOLE, collect, select
+from agentrl.task.grading import GRADING_KEY, Grading, Mode, encode_files
+from agentrl.task.outputs import WHOLE_DIRECTORY, collect_outputs, select_files
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes
 from tests.fuzz import mutators
@@ -64,7 +64,7 @@ def prepare(scratch: Path) -> Check:
     add_project_root(content_root())
     loop = asyncio.new_event_loop()
     tasks = {
-        mode: _task({KEY: Grading(mode=mode, tests=pack(files), timeout_s=5.0).model_dump(mode="json")}, GRADED)
+        mode: _task({GRADING_KEY: Grading(mode=mode, tests=encode_files(files), timeout_s=5.0).model_dump(mode="json")}, GRADED)
         for mode, files in _TESTS.items()
     }
     answered = {"text": _task({"answer": "north"}, ANSWERED), "number": _task({"answer": "-12.5", "tolerance": 0.005}, ANSWERED)}
@@ -99,7 +99,7 @@ async def _graded(task: Task, said: str) -> None:
         _checked(await cleanroom.CleanRoom()(task, episode, sandboxes))
     except TaskError:
         must(
-            KEY in task.data and task.data[KEY]["mode"] == "judge",
+            GRADING_KEY in task.data and task.data[GRADING_KEY]["mode"] == "judge",
             "only tests that do not load are the task's fault without a gold solution",
         )
 
@@ -119,10 +119,10 @@ def _checked(score: Score) -> None:
 async def _collected(said: str) -> None:
     """An agent's sandbox that lists made-up outputs, each of which can be read."""
     sandbox = _Obliging("fuzzed", lambda code: ExecResult(exit_code=0, stdout=said, stderr="", wall_s=0.0), {})
-    for patterns in ([WHOLE], ["src/**", "*.txt"]):
-        collected = await collect(sandbox, patterns)
-        must(all(plain_path(path) for path in (*collected.files, *collected.removed)), "a path that leads out of a folder")
-        must(WHOLE in patterns or select(collected.files, patterns) == collected.files, "a file that was not asked for")
+    for patterns in ([WHOLE_DIRECTORY], ["src/**", "*.txt"]):
+        collected = await collect_outputs(sandbox, patterns)
+        must(all(is_plain_path(path) for path in (*collected.files, *collected.removed)), "a path that leads out of a folder")
+        must(WHOLE_DIRECTORY in patterns or select_files(collected.files, patterns) == collected.files, "a file that was not asked for")
         episode = Episode(id="fuzz", task_id="t", task_key="k", trajectories=(), outputs=collected.files, removed=collected.removed)
         must(codec.from_json(Episode, codec.to_json(episode)) == episode, "an episode is read back as another one")
 

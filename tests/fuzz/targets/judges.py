@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.judge import verdict
-from agentrl.judge.backoff import asked_wait_s, wait_s
-from agentrl.judge.endpoint import read_completion
-from agentrl.judge.non_answers import hollow
-from agentrl.judge.query import Heard, heard_in
-from agentrl.judge.reward_model import read_number, read_reply
+from agentrl.judge.backoff import backoff_s, requested_wait_s
+from agentrl.judge.endpoint import parse_completion
+from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.query import JudgeAnswer, parse_answer
+from agentrl.judge.reward_model import parse_classification, parse_reward
 from agentrl.judge.reward_record import RewardRecord
-from agentrl.judge.untrusted import begin, end, neutral, quoted
+from agentrl.judge.untrusted import begin_marker, delimited, end_marker, neutralize
 from agentrl.records import Score, codec
 from tests.fuzz import mutators
 from tests.fuzz.target import Check, Target, must
@@ -39,16 +39,16 @@ def prepare(scratch: Path) -> Check:
 
 def chat(body: bytes) -> None:
     """A chat completion, read as each kind of verdict."""
-    reply = read_completion(body, LONGEST, ASKED)
+    reply = parse_completion(body, LONGEST, ASKED)
     must(reply.prompt_tokens >= 0 and reply.completion_tokens >= 0, "a negative count of tokens")
-    scored = heard_in(reply, lambda said: (verdict.numbers(said, WANTED), verdict.reasoning(said)))
+    scored = parse_answer(reply, lambda said: (verdict.numbers(said, WANTED), verdict.reasoning(said)))
     if scored.verdict is not None:
         numbers, reasons = scored.verdict
         must(all(low <= numbers[name] <= high for name, (low, high) in WANTED.items()), "a number out of its range")
         _stored(Score(value=sum(numbers.values()) / 5, parts={name: float(one) for name, one in numbers.items()}, evidence=reasons))
-    ranked = heard_in(reply, lambda said: verdict.ranking(said, RANKED))
+    ranked = parse_answer(reply, lambda said: verdict.ranking(said, RANKED))
     must(ranked.verdict is None or sorted(ranked.verdict) == list(range(1, RANKED + 1)), "a ranking that is none")
-    chosen = heard_in(reply, lambda said: verdict.choice(said, "better", SIDES))
+    chosen = parse_answer(reply, lambda said: verdict.choice(said, "better", SIDES))
     must(chosen.verdict is None or chosen.verdict in SIDES, "a side that is none")
     for heard in (scored, ranked, chosen):
         _told(heard)
@@ -56,7 +56,7 @@ def chat(body: bytes) -> None:
 
 def number(body: bytes) -> None:
     """A reward model's answer."""
-    heard = heard_in(read_reply(body, LONGEST, asked=3), read_number)
+    heard = parse_answer(parse_classification(body, LONGEST, asked=3), parse_reward)
     if heard.verdict is not None:
         must(math.isfinite(heard.verdict), "a number that is none")
         value = RECORD.value(heard.verdict)
@@ -68,25 +68,25 @@ def number(body: bytes) -> None:
 def headers(body: bytes) -> None:
     """The headers of a busy server, one a line."""
     lines = (line.partition(":") for line in body.decode("latin-1").split("\n"))
-    asked = asked_wait_s({name.strip().lower(): value.strip() for name, _, value in lines}, now=1.7e9)
+    asked = requested_wait_s({name.strip().lower(): value.strip() for name, _, value in lines}, now=1.7e9)
     must(asked is None or (math.isfinite(asked) and asked >= 0), "a wait that is none")
-    must(0 <= wait_s(3, asked, luck=0.5) < math.inf, "a wait without end")
+    must(0 <= backoff_s(3, asked, luck=0.5) < math.inf, "a wait without end")
 
 
 def words(body: bytes) -> None:
     """An agent's answer, as data in a prompt."""
     text = body.decode("utf-8", "replace")
-    shown = quoted("answer", text, nonce=NONCE)
-    opening, closing = begin("answer", NONCE), end("answer", NONCE)
+    shown = delimited("answer", text, nonce=NONCE)
+    opening, closing = begin_marker("answer", NONCE), end_marker("answer", NONCE)
     must(shown.startswith(f"{opening}\n") and shown.endswith(f"\n{closing}"), "data without its delimiters")
     must(shown.count(opening) == 1 and shown.count(closing) == 1, "data that holds a delimiter")
-    plain = neutral(text)
-    must(neutral(plain) == plain, "what was broken up is structure again")
+    plain = neutralize(text)
+    must(neutralize(plain) == plain, "what was broken up is structure again")
     must("<|" not in plain and "<<<" not in plain and "\x1b" not in plain, "structure that is left")
-    must(isinstance(hollow(text, question="Who?", reference="me"), str), "no reason")
+    must(isinstance(non_answer_reason(text, question="Who?", reference="me"), str), "no reason")
 
 
-def _told(heard: Heard) -> None:
+def _told(heard: JudgeAnswer) -> None:
     """Without a verdict there is a reason; both can be stored."""
     must(heard.verdict is not None or bool(heard.reason), "neither a verdict nor a reason")
     _stored(Score(value=None, reason=heard.reason or "-", evidence=heard.said))

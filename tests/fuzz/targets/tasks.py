@@ -9,12 +9,12 @@ from pydantic import BaseModel
 
 from agentrl.errors import UserError
 from agentrl.records import Split
-from agentrl.sandbox.build_context import instructions
+from agentrl.sandbox.build_context import dockerfile_steps
 from agentrl.sandbox.images import load_image
 from agentrl.task import TaskFolders
-from agentrl.task.description import Description, Runs, parse
-from agentrl.task.grading import Grading, grading_of, pack
-from agentrl.task.harbor import fetches
+from agentrl.task.description import RunsFile, TaskDescription, parse_toml
+from agentrl.task.grading import Grading, encode_files, grading_of
+from agentrl.task.harbor import script_problem
 from tests.fuzz import mutators
 from tests.fuzz.mutators import join, split
 from tests.fuzz.target import Check, Target, must, one_in
@@ -104,7 +104,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 
 WHOLE_EVERY = 8
 """One of this many inputs is also read as part of its folder."""
-KINDS: Mapping[str, type[BaseModel]] = {"task.toml": Description, "runs.toml": Runs}
+KINDS: Mapping[str, type[BaseModel]] = {"task.toml": TaskDescription, "runs.toml": RunsFile}
 _MUTATORS = {
     f"{family}/{path}": mutators.toml if path.endswith(".toml") else mutators.lines for family, files in FAMILIES.items() for path in files
 }
@@ -140,14 +140,14 @@ def _alone(name: str, text: str) -> None:
     """The reader of a file of this name; reading the whole folder takes ten times as long."""
     try:
         if name in KINDS:
-            parse(KINDS[name], text)
+            parse_toml(KINDS[name], text)
         elif name == "Dockerfile":
-            steps = instructions(text)
+            steps = dockerfile_steps(text)
             must([number for number, _ in steps] == sorted({number for number, _ in steps}), "steps of a Dockerfile out of order")
         elif name.endswith(".py"):
-            Grading(mode="judge", tests=pack({"test_a.py": text.encode()}))
+            Grading(mode="judge", tests=encode_files({"test_a.py": text.encode()}))
         elif name.endswith(".sh"):
-            must(len(fetches(text, network=False)) < 300, "a problem without end")
+            must(len(script_problem(text, network=False)) < 300, "a problem without end")
     except ValueError as error:
         must(bool(str(error)), "an error that says nothing")
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats import Unreadable, read, write
+from agentrl.failure.formats import UnreadableDocument, read, write
 from agentrl.failure.trace import Trace
 from agentrl.records import codec
 from tests.fuzz import mutators
@@ -24,7 +24,7 @@ def prepare(scratch: Path) -> Check:
         traces = []
         try:
             for one in read(file):
-                if isinstance(one, Unreadable):
+                if isinstance(one, UnreadableDocument):
                     _check_told(one)
                 else:
                     traces.append(one)
@@ -39,7 +39,7 @@ def prepare(scratch: Path) -> Check:
     return check
 
 
-def _check_told(one: Unreadable) -> None:
+def _check_told(one: UnreadableDocument) -> None:
     text = str(one)
     must(bool(one.fix) and len(text) < 4000, "an error without advice, or without end")
     must(all(letter.isprintable() or letter == "\n" for letter in text), "a message that a terminal obeys")

@@ -21,7 +21,7 @@ from agentrl.records import ADAPTER, WHOLE_MODEL, codec
 from agentrl.version import deltas
 from agentrl.version.deltas import Delta
 from agentrl.version.model_folder import check_model, check_model_files
-from agentrl.version.weight_files import check_same_shapes, tensor_shapes, weight_paths
+from agentrl.version.weight_files import check_same_shapes, checked_weight_paths, tensor_shapes
 from tests.fuzz import mutators
 from tests.fuzz.mutators import join, split
 from tests.fuzz.target import Check, Target, must, one_in
@@ -90,9 +90,9 @@ def prepare(scratch: Path) -> Check:
         folder.mkdir()
     (parent / WHOLE_MODEL).write_bytes(PARENT)
     (scratch / WHOLE_MODEL).write_bytes(CHILD)
-    delta = deltas.encode(parent / WHOLE_MODEL, scratch / WHOLE_MODEL, child, number=0)
+    delta = deltas.write_delta(parent / WHOLE_MODEL, scratch / WHOLE_MODEL, child, number=0)
     assert delta is not None, "files of one length"
-    frames = (child / deltas.FRAMES).read_bytes()
+    frames = (child / deltas.DELTA_FILE).read_bytes()
     model = scratch / "model"
     model.mkdir()
     for name, content in MODEL.items():
@@ -100,10 +100,10 @@ def prepare(scratch: Path) -> Check:
 
     def check(data: bytes) -> None:
         label, body = split(data)
-        if label == deltas.FRAMES:
+        if label == deltas.DELTA_FILE:
             _frames(child, delta, body)
-        elif label == deltas.RECORD:
-            (child / deltas.FRAMES).write_bytes(frames)
+        elif label == deltas.DELTA_RECORD:
+            (child / deltas.DELTA_FILE).write_bytes(frames)
             _made(child, body)
         elif label in (WHOLE_MODEL, ADAPTER):
             _header(scratch / label, body)
@@ -129,7 +129,7 @@ def _gguf(path: Path, data: bytes) -> None:
 
 def _frames(folder: Path, delta: Delta, frames: bytes) -> None:
     """A deliberately forged delta: its record has the checksum of its content."""
-    (folder / deltas.FRAMES).write_bytes(frames)
+    (folder / deltas.DELTA_FILE).write_bytes(frames)
     hostile = Delta(
         parent=delta.parent,
         parent_sha256=delta.parent_sha256,
@@ -143,7 +143,7 @@ def _frames(folder: Path, delta: Delta, frames: bytes) -> None:
 
 def _made(folder: Path, record: bytes) -> None:
     """A version is made whole and equals the published one, or it is refused and nothing is left of it."""
-    (folder / deltas.RECORD).write_bytes(record)
+    (folder / deltas.DELTA_RECORD).write_bytes(record)
     whole = folder / WHOLE_MODEL
     try:
         deltas.materialize(folder)
@@ -152,15 +152,16 @@ def _made(folder: Path, record: bytes) -> None:
         must(not whole.exists(), "a version that was refused lies there")
     finally:
         whole.unlink(missing_ok=True)
-        deltas.needed_by(folder)
-    must(not [path for path in folder.iterdir() if path.name not in (deltas.RECORD, deltas.FRAMES)], "something is left over")
+        deltas.base_folders(folder)
+    must(not [path for path in folder.iterdir() if path.name not in (deltas.DELTA_RECORD, deltas.DELTA_FILE)], "something is left over")
 
 
 def _header(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     try:
         must(
-            weight_paths(path.parent, {path.name: len(data)}, below=path.parent.parent, first_folder=path.parent) == [path], "another file"
+            checked_weight_paths(path.parent, {path.name: len(data)}, below=path.parent.parent, first_folder=path.parent) == [path],
+            "another file",
         )
         shapes = tensor_shapes([path])
         check_same_shapes(shapes, shapes)
@@ -168,10 +169,10 @@ def _header(path: Path, data: bytes) -> None:
         pass
     if not one_in(WRITTEN_EVERY, data):
         return
-    deltas.encode(path, path, path.parent, number=0)
-    must((delta := deltas.read(path.parent)) is not None and delta.stride in (1, 2, 4, 8), "numbers of no size")
-    (path.parent / deltas.RECORD).unlink()
-    (path.parent / deltas.FRAMES).unlink()
+    deltas.write_delta(path, path, path.parent, number=0)
+    must((delta := deltas.read_delta(path.parent)) is not None and delta.stride in (1, 2, 4, 8), "numbers of no size")
+    (path.parent / deltas.DELTA_RECORD).unlink()
+    (path.parent / deltas.DELTA_FILE).unlink()
 
 
 def _model_folder(folder: Path, name: str, data: bytes) -> None:
@@ -197,8 +198,8 @@ def seeds() -> Sequence[bytes]:
     return [
         *(join(WHOLE_MODEL, one) for one in (PARENT, CHILD, b"", PARENT[:20])),
         join(ADAPTER, struct.pack("<Q", len(text)) + text + bytes(4)),
-        *(join(deltas.FRAMES, one) for one in (struct.pack("<I", len(packed)) + packed, struct.pack("<I", 0), b"")),
-        join(deltas.RECORD, codec.to_json(record)),
+        *(join(deltas.DELTA_FILE, one) for one in (struct.pack("<I", len(packed)) + packed, struct.pack("<I", 0), b"")),
+        join(deltas.DELTA_RECORD, codec.to_json(record)),
         join(GGUF, _gguf_file()),
         *(join(name, content) for name, content in MODEL.items()),
     ]
@@ -215,9 +216,9 @@ target = Target(
         {
             WHOLE_MODEL: mutators.safetensors,
             ADAPTER: mutators.safetensors,
-            deltas.FRAMES: None,
+            deltas.DELTA_FILE: None,
             GGUF: None,
-            deltas.RECORD: mutators.json_text,
+            deltas.DELTA_RECORD: mutators.json_text,
             **_MODEL_MUTATORS,
         }
     ),
