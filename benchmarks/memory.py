@@ -45,7 +45,7 @@ def runner(says: Callable[[str], str]) -> GroupRunner:
         max_model_len=4096,
         request_timeout_s=600.0,
     )
-    return GroupRunner(runner=episodes, score=exact_answer, slots=asyncio.Semaphore(8), group_size=SIZE, max_retries=0)
+    return GroupRunner(runner=episodes, scorer=exact_answer, slots=asyncio.Semaphore(8), group_size=SIZE, max_retries=0)
 
 
 async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, steps: int, memory: bool) -> list[Group]:
@@ -55,10 +55,10 @@ async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, 
         notes = RunMemory(CONFIG, folder, store, blocks, max_staleness=STALENESS)
         with closing(notes):
             for step in range(steps):
-                await notes.reach(step)
-                playing = replace(groups, memory=notes.of if memory else None)
+                await notes.prepare_step(step)
+                playing = replace(groups, memory=notes.view if memory else None)
                 for index in blocks.indices(step):
-                    store.put(await playing.group(index, family.task(Split.TRAIN, index)))
+                    store.put(await playing.run_group(index, family.task(Split.TRAIN, index)))
         return list(store.groups(range(steps * GROUPS)))
 
 

@@ -47,8 +47,8 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
         result = await evaluate_split(runner, family, Split.HELDOUT, count, phase=f"kinds-{tool}", step=0, on_done=run.tracker.evaluating)
         append_transcripts(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)
         found[tool] = result.by_kind
-        if result.left_out:
-            print(f"{tool}: {result.left_out} episodes left out: {result.left_out_reasons}", file=sys.stderr)
+        if result.excluded:
+            print(f"{tool}: {result.excluded} episodes left out: {result.excluded_reasons}", file=sys.stderr)
     return found
 
 

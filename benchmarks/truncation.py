@@ -82,7 +82,7 @@ def as_batch(completions: list[Completion]) -> MicroBatch:
                 logprobs=(0.0, *completion.logprobs),
                 versions=(-1, *(0,) * size),
                 advantages=(0.0,) * (1 + size),
-                supports=Supports.joined([1, completion.supports or size]),
+                supports=Supports.join([1, completion.supports or size]),
             )
         )
     return build_micro_batch(tuple(rows), torch.device("cpu"))

@@ -31,8 +31,8 @@ class Exact(ConfiguredVerifier):
     """Characters; a longer answer is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = rules.wanted(task)
+        rules = self.for_task(task)
+        truth = rules.truth_of(task)
         truths = truth if isinstance(truth, list) else [truth]
         if not truths or not all(isinstance(one, str | int | float) and rules._plain(str(one)) for one in truths):
             raise TaskError(f"task {task.id}: the truth of an exact answer is text that is not empty, or a list of such")

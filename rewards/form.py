@@ -38,7 +38,7 @@ class Length(ConfiguredVerifier):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         text = episode.answer or ""
         lengths = {"characters": lambda: len(text), "words": lambda: len(text.split()), "lines": lambda: len(text.splitlines())}
         length = episode.completion_tokens if rules.unit == "tokens" else lengths[rules.unit]()
@@ -74,7 +74,7 @@ class Form(ConfiguredVerifier):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         text = rules._plain((episode.answer or "").strip())
         held = {"not_empty": bool(text)}
         if rules.starts:

@@ -52,18 +52,18 @@ class JsonSchema(ConfiguredVerifier):
         require_package("jsonschema")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         schema = rules.json_schema if rules.json_schema is not None else task.data.get("schema")
         if not isinstance(schema, Mapping | bool):
             raise TaskError(f"task {task.id}: there is no JSON schema in data.schema")
-        truth = [rules.wanted(task)] if rules.equal else []
+        truth = [rules.truth_of(task)] if rules.equal else []
         nothing = {"fits": 0.0} | ({"equal": 0.0} if rules.equal else {})
         text, problem = answer_of(episode, longest=rules.longest)
         if problem:
             return zero_score(problem, **nothing)
         request = {"schema": schema, "text": strip_code_fence(text, "json") if rules.fenced else text, "truth": truth}
         try:
-            told = await _worker.judge(request, sound=request | {"text": "null"})
+            told = await _worker.evaluate(request, sound=request | {"text": "null"})
         except AnswerFault as error:
             return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: at it the schema {error}", **nothing)
         if told["schema"]:

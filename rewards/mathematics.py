@@ -62,8 +62,8 @@ class Mathematics(ConfiguredVerifier):
         require_package("math_verify")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = expression(str(rules.wanted(task)))
+        rules = self.for_task(task)
+        truth = expression(str(rules.truth_of(task)))
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
         answer = expression(text)
         if problem or not answer:
@@ -74,7 +74,7 @@ class Mathematics(ConfiguredVerifier):
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         request = {"truth": truth, "answer": answer, "decimals": rules.decimals, "unevaluated": rules.unevaluated, "prompt": prompt}
         try:
-            verdict, why = await _worker.judge(request, sound=request | {"answer": truth})
+            verdict, why = await _worker.evaluate(request, sound=request | {"answer": truth})
         except AnswerFault as error:
             return zero_score(f"{told}: on this answer the comparison {error}")
         if verdict == "no truth":

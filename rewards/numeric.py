@@ -110,8 +110,8 @@ class Numeric(ConfiguredVerifier):
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = rules.wanted(task)
+        rules = self.for_task(task)
+        truth = rules.truth_of(task)
         written = amount(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
         wanted = None if written is None else _in_base_units(written)
         if written is None or wanted is None:

@@ -50,8 +50,8 @@ class Outputs(ConfiguredVerifier):
     """Bytes of a file; a longer one is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth = rules.wanted(task)
+        rules = self.for_task(task)
+        truth = rules.truth_of(task)
         if not isinstance(truth, Mapping) or not truth:
             raise TaskError(f"task {task.id}: the truth of its outputs is no object of paths")
         for path, due in truth.items():

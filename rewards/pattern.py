@@ -51,8 +51,8 @@ class Pattern(ConfiguredVerifier):
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        wanted = rules.pattern or rules.wanted(task)
+        rules = self.for_task(task)
+        wanted = rules.pattern or rules.truth_of(task)
         try:
             if not isinstance(wanted, str) or not wanted:
                 raise ValueError("a pattern is a text that is not empty")
@@ -65,7 +65,7 @@ class Pattern(ConfiguredVerifier):
         told = f"answer {text[:EVIDENCE_CHARS]!r}, pattern {wanted[:EVIDENCE_CHARS]!r}"
         request = {"pattern": wanted, "text": text, "anywhere": rules.anywhere, "case": rules.case}
         try:
-            matches = await _worker.judge(request, sound=request | {"text": ""})
+            matches = await _worker.evaluate(request, sound=request | {"text": ""})
         except AnswerFault as error:
             return zero_score(f"{told}: matching {error}")
         return Score(value=float(matches), evidence=told)

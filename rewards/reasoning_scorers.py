@@ -32,7 +32,7 @@ class Scorers:
         """
         request = {"origin": dict(origin), "truth": truth, "answer": answer, "deadline_s": self._deadline_s}
         try:
-            return float(self._worker.ask_now(request))
+            return float(self._worker.call_blocking(request))
         except CallTimeout:
             raise CallTimeout(f"gave no mark within {self._deadline_s:g} s") from None
 

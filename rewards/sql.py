@@ -67,8 +67,8 @@ class Sql(ConfiguredVerifier):
     """The query is what follows the last occurrence of this. Empty: all that was submitted."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
-        truth, scripts = rules.wanted(task), rules.databases or task.data.get("databases", ())
+        rules = self.for_task(task)
+        truth, scripts = rules.truth_of(task), rules.databases or task.data.get("databases", ())
         scripts = [scripts] if isinstance(scripts, str) else list(scripts)
         if not isinstance(truth, str) or not scripts or not all(isinstance(script, str) for script in scripts):
             raise TaskError(f"task {task.id}: it needs a query as its truth, and data.databases, a list of SQL scripts")
@@ -82,7 +82,7 @@ class Sql(ConfiguredVerifier):
         query = strip_code_fence(text, "sql", "sqlite")
         request = {"truth": truth, "answer": query, "databases": scripts, "ordered": rules.ordered, "relative": rules.relative}
         try:
-            told = await _worker.judge(request, sound=request | {"answer": truth})
+            told = await _worker.evaluate(request, sound=request | {"answer": truth})
         except AnswerFault as error:
             return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: it {error}")
         if told["task"]:

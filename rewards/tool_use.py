@@ -44,7 +44,7 @@ class ToolUse(ConfiguredVerifier):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)
+        rules = self.for_task(task)
         if not any(trajectory.turns for trajectory in episode.trajectories):
             return Score(value=None, reason="the episode has no turns, so nothing is known of its tool calls")
         made = list(_calls(episode, succeeded=False))

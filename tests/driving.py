@@ -131,7 +131,7 @@ async def opened(
     run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family, *, steps: StepGroups | None = None
 ) -> AsyncIterator[opening.Run]:
     """A `Run` whose rollouts are real; it has neither server nor learner. `steps`: which groups make one, if not the recipe's."""
-    steps = steps or StepGroups.of(recipe.rollout)
+    steps = steps or StepGroups.from_config(recipe.rollout)
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
     running = FolderCheckpoints(run_dir / "running")
     chat, faults = chat_of(shared_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
@@ -147,15 +147,15 @@ async def opened(
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
             capture=capture,
-            faults=faults,
+            fault_rate=faults,
             registry=cast(Any, None),
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
             groups=opening.build_group_runner(
-                recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.of
+                recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.view
             ),
-            taught=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), steps),
+            group_tasks=GroupTasks(recipe, run_dir, store, GroupSchedule(family, recipe.seed), steps),
             step_groups=steps,
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),

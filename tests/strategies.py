@@ -131,7 +131,7 @@ def _supports(held: Held, token_ids: tuple[int, ...]) -> Supports | None:
     """Each token's support, where one is wanted and can be written down: by turns itself and a neighbour, and the whole vocabulary."""
     if held["supports"] is None or any(not 0 <= token < 1 << 31 for token in token_ids):
         return None
-    return Supports.of([() if place % 2 else {token, token // 2} for place, token in enumerate(token_ids)])
+    return Supports.from_rows([() if place % 2 else {token, token // 2} for place, token in enumerate(token_ids)])
 
 
 def _completion(held: Held) -> Held:

@@ -84,4 +84,4 @@ class Compactor:
     def prompt(self, prompt: Sequence[Message], summary: str) -> tuple[Message, ...]:
         """What the agent goes on from: what it was told, and its summary after the last message."""
         last = prompt[-1]
-        return (*prompt[:-1], replace(last, content=f"{last.content}\n\n{HEAD}\n{self.chat.defang(summary)}"))
+        return (*prompt[:-1], replace(last, content=f"{last.content}\n\n{HEAD}\n{self.chat.escape_text(summary)}"))

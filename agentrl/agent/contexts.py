@@ -49,9 +49,9 @@ def continue_context(
         return line
     said = _said(episode, line)
     try:
-        whole = chat.going_on(prompt, said, schemas)
+        whole = chat.render_conversation(prompt, said, schemas)
     except UserError:  # some templates take no result without a call, and a malformed call is none
-        whole = chat.going_on(prompt, _answered(said), schemas)
+        whole = chat.render_conversation(prompt, _answered(said), schemas)
     context = [token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
     if list(whole[: len(context)]) == context:  # this time the template only adds
         line.add_prompt(whole[len(context) :])

@@ -25,7 +25,7 @@ class ControlTokenEscaper:
         self._alone = {token for token in known if len(token) == 1}
         self._pattern = re.compile(_first_characters(known)) if known else None
 
-    def break_up(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """Text without a token in it; one that holds none is unchanged. Takes time proportional to the text's length."""
         return text if self._pattern is None else self._pattern.sub(self._broken, text)
 

@@ -93,7 +93,7 @@ async def call_tool(
         BaseException: a bug in the sandbox layer, whatever it raised.
     """
     watched = None if sandbox is None else _Watched(sandbox, on_lost)
-    limits, what = bounds_of(tool).over(limits), f"tool {tool.name}"
+    limits, what = bounds_of(tool).apply_to(limits), f"tool {tool.name}"
     history = None if record is None else _History(record, tool.name, caller or Caller(attempt="", task=""))
     pauses = iter([part * min(PATIENCE_S, limits.tool_timeout_s) for part in _PAUSES])
     called, repeated = await _once(tool, arguments, watched, limits, turn=turn, history=history), False

@@ -135,10 +135,10 @@ def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple
     """The tools as the agent sees them, and by name the reason for each tool that cannot be offered to this policy."""
     shown, reasons = [], {}
     for tool in usable:
-        rewritten = tool.rewritten(str if chat is None else chat.defang)
+        rewritten = tool.rewritten(str if chat is None else chat.escape_text)
         if rewritten.shape != tool.shape:
             reasons[tool.name] = f"a value in the schema of the tool {tool.name} spells a control token of the model"
-        elif reason := "" if chat is None else chat.unfit(rewritten.schema):
+        elif reason := "" if chat is None else chat.tool_problem(rewritten.schema):
             reasons[tool.name] = f"the tool {tool.name}: {reason}"
         else:
             shown.append(rewritten)
@@ -174,7 +174,7 @@ async def _asked(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple
         if server.in_sandbox:
             await sandboxes.prepare(task.sandbox)
             sandbox = await sandboxes.open(task.sandbox, files=task.contents())
-        return server, await connection.listed(sandbox)
+        return server, await connection.list_tools(sandbox)
     except (Unanswered, InvalidMessage, ServerError) as error:
         raise _refused(server, str(error)) from None
     finally:

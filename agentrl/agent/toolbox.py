@@ -34,7 +34,7 @@ class Toolbox(Mapping[str, Tool]):
     def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, ToolInstance], connections: Mapping[str, ServerConnection]) -> None:
         self._tools = tools
         self._connections = connections  # mcp:SERVER -> this episode's connection to it
-        self.kept = kept  # reference -> the object of this episode that its tools are methods of
+        self.instances = kept  # reference -> the object of this episode that its tools are methods of
 
     def __getitem__(self, name: str) -> Tool:
         return self._tools[name]
@@ -50,13 +50,13 @@ class Toolbox(Mapping[str, Tool]):
 
         Raises `ValueError` for a state that cannot be taken within `timeout_s`, or is no JSON.
         """
-        every: dict[str, ToolInstance | ServerConnection] = {**self.kept, **self._connections}
+        every: dict[str, ToolInstance | ServerConnection] = {**self.instances, **self._connections}
         return {reference: await one.state(timeout_s=timeout_s) for reference, one in every.items() if one.used}
 
     async def close(self, *, timeout_s: float) -> None:
         """Closes what was opened, all of it, whatever one of them does; that is logged."""
         async with AsyncExitStack() as stack:
-            every: list[ToolInstance | ServerConnection] = [*self.kept.values(), *self._connections.values()]
+            every: list[ToolInstance | ServerConnection] = [*self.instances.values(), *self._connections.values()]
             for one in every:
                 stack.push_async_callback(one.close, timeout_s=timeout_s)
 
@@ -79,7 +79,7 @@ class ToolInstance:
     def used(self) -> bool:
         return self._restored or self._object is not None
 
-    async def opened(self) -> Any:
+    async def open(self) -> Any:
         async with self._opening:  # calls that run together share one object
             if self._object is None:
                 self._object = await (self._reopened() if self._restored else self._new())
@@ -137,7 +137,7 @@ class InstanceTool:
         self._kept = kept
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        function: Callable[..., Any] = getattr(await self._kept.opened(), self.name)
+        function: Callable[..., Any] = getattr(await self._kept.open(), self.name)
         return await self._method.call(function, arguments, sandbox, limits)
 
 
@@ -146,7 +146,7 @@ class RecipeTool:
 
     def __init__(self, tool: Tool, bounds: Bounds, words: ToolWording) -> None:
         self.name, self.schema, self.needs_sandbox = tool.name, reworded_schema(tool.schema, words), tool.needs_sandbox
-        self.bounds, self.together = bounds_of(tool).but(bounds), runs_together(tool)
+        self.bounds, self.together = bounds_of(tool).overridden_by(bounds), runs_together(tool)
         self.opening_s, self.repeats = getattr(tool, "opening_s", 0.0), getattr(tool, "repeats", True)
         self._tool = tool
 

@@ -56,14 +56,14 @@ class Bounds:
     output_chars: int | None = None  # of one call; head and tail are kept, the cut is marked
     calls: int | None = None  # in one episode, all its agents together
 
-    def over(self, limits: Limits) -> Limits:
+    def apply_to(self, limits: Limits) -> Limits:
         """The limits of a call: the task's, with these laid over them."""
         if self.timeout_s is None and self.output_chars is None:
             return limits
         timeout_s, chars = self.timeout_s or limits.tool_timeout_s, self.output_chars or limits.tool_output_chars
         return replace(limits, tool_timeout_s=timeout_s, tool_output_chars=chars, episode_output_chars=limits.all_output_chars)
 
-    def but(self, other: Bounds) -> Bounds:
+    def overridden_by(self, other: Bounds) -> Bounds:
         """These, but for what `other` says."""
         return Bounds(
             timeout_s=self.timeout_s if other.timeout_s is None else other.timeout_s,

@@ -41,7 +41,7 @@ async def run_calls(
     for batch in _batches(tools, calls):
         due = [_refused(episode, tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, due), strict=True):
-            results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
+            results.append(ToolResult(name=call.name[:64], output=episode.clip_output(outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None or episode.sandbox_lost:
                 return tuple(results), outcome.answer
     return tuple(results), None

@@ -51,7 +51,7 @@ class TurnLoop:
             line = current_trajectory(episode)
             prompt = main_prompt(line, task, self.instructions)
             main = AgentRun(self, episode, line, prompt=prompt, tools=tools, spent=count_calls(episode))
-            ended = await main.speak()
+            ended = await main.run()
             episode.answer = ended.answer
             return ended.reason
         finally:
@@ -104,7 +104,7 @@ class AgentRun:
         if loop.delegation is not None:
             delegation.check_name(episode.task, tools)
 
-    async def speak(self) -> Ended:
+    async def run(self) -> Ended:
         """Turns until it is done."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
@@ -225,7 +225,7 @@ class AgentRun:
         for error in parsed.errors:
             self._spent[""] += 1
             text = clip(f"error: {error}", self._episode.task.limits.tool_output_chars)
-            results.append(ToolResult(name="", output=self._episode.shown(text), ok=False))
+            results.append(ToolResult(name="", output=self._episode.clip_output(text), ok=False))
         return tuple(results), None
 
     def _stretches(self, calls: Sequence[ToolCall]) -> Iterator[tuple[bool, list[int]]]:
@@ -237,7 +237,7 @@ class AgentRun:
         """What sub-agents answer that run at the same time, in the order of their calls."""
         assert self._loop.delegation is not None, "only then calls start sub-agents"
         began, turn = time.monotonic(), len(self.line.turns) - 1
-        desk = delegation.SubAgents(self._episode, self._loop.delegation, defang=self._loop.chat.defang)
+        desk = delegation.SubAgents(self._episode, self._loop.delegation, defang=self._loop.chat.escape_text)
         refused: list[str] = []
         for _ in numbers:
             self._spent[delegation.NAME] += 1
@@ -254,7 +254,7 @@ class AgentRun:
         results = []
         for one, job in zip(asked, jobs, strict=True):
             outcome = job.result() if job is not None else ToolOutcome(output=str(one), ok=False)
-            output = self._episode.shown(clip(outcome.output, self._episode.task.limits.tool_output_chars))
+            output = self._episode.clip_output(clip(outcome.output, self._episode.task.limits.tool_output_chars))
             results.append(ToolResult(name=delegation.NAME, output=output, ok=outcome.ok, wall_s=time.monotonic() - began))
         return results
 
@@ -265,7 +265,7 @@ class AgentRun:
         if config.sandbox == "shared":
             ended = await self._spoken(opened, episode)
             return delegation.reported(ended.answer, ended.reason)
-        async with episode.apart(copy) as own:
+        async with episode.sub_episode(copy) as own:
             ended = await self._spoken(opened, own)
             files = await hand_back(config.returns, number=opened.line.index, worker=own, caller=episode)
         return delegation.reported(ended.answer, ended.reason, files)
@@ -277,7 +277,7 @@ class AgentRun:
         tools = load_tools(names, None, episode.tools, episode.memory, episode.task)
         try:
             worker = AgentRun(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
-            ended = await worker.speak()
+            ended = await worker.run()
         finally:
             await tools.close(timeout_s=episode.task.limits.tool_timeout_s)
         worker.line.end(ended.reason)

@@ -70,7 +70,7 @@ class Liveness:
         self._met.add(work)
         self.silent_s, self._looked = 0.0, now
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Stops counting silence until the next `progress`: the part has nothing to do, or its work has another deadline."""
         self._current, self.silent_s = None, 0.0
 

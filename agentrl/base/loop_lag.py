@@ -47,7 +47,7 @@ class LoopLag:
         late = 0.0 if self._due is None else self._clock() - self._due
         return self._stalled_s + (late if late >= STALL_S else 0.0)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The lag since the last call, in milliseconds. Empty without measurements."""
         late, self._late = sorted(self._late), deque(maxlen=_KEPT)
         if not late:

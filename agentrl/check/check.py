@@ -145,7 +145,7 @@ def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:
         return None
     judge = load_group_judge(named)
     prepare_verifier(judge, root=source.root, folder=None)
-    return GroupJudgeScorer(judge=judge, name=named, weight=1.0, alone=TaskScorer(root=source.root))
+    return GroupJudgeScorer(judge=judge, name=named, weight=1.0, task_scorer=TaskScorer(root=source.root))
 
 
 async def prove_tasks(
@@ -213,7 +213,7 @@ async def _prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAtte
         printed = golden[task.id].episode.answer if task.id in golden else None
         wanted = hidden_truths(task, printed or "")
         prompt = {"its prompt": "\n".join(message.content for message in task.prompt).encode("utf-8", "replace")}
-        given[task.id] = find_leaks(task.contents(), wanted) + [replace(leak, sure=False) for leak in find_leaks(prompt, wanted)]
+        given[task.id] = find_leaks(task.contents(), wanted) + [replace(leak, certain=False) for leak in find_leaks(prompt, wanted)]
         built_in[task.id] = find_leaks(images[image].files, wanted)
     return Proof(
         name="no answer is readable in what the agent is given",

@@ -12,7 +12,7 @@ def leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Findin
     """Findings over all tasks (id -> leaks): one for sure leaks, one for the others."""
     findings: list[Finding] = []
     for sure in (True, False):
-        of_kind = {task: [leak for leak in some if leak.sure is sure] for task, some in leaks_of.items()}
+        of_kind = {task: [leak for leak in some if leak.certain is sure] for task, some in leaks_of.items()}
         of_kind = {task: some for task, some in of_kind.items() if some}
         if not of_kind:
             continue

@@ -41,30 +41,30 @@ class MinimizeSearch:
     case: Case
     family: TaskFamily
     sandboxes: SandboxBackend
-    ask: AttemptTask
+    attempt: AttemptTask
     root: Path
     threshold: float
     repeats: int
     budget: int  # attempts of the policy
-    asked: int = 0
-    proven: int = 0
+    attempts_used: int = 0
+    proofs_used: int = 0
     _known: dict[str, bool] = field(default_factory=dict)
 
-    async def fails(self, task: Task) -> bool | None:
+    async def still_fails(self, task: Task) -> bool | None:
         """Whether a task is solvable, and fails; None where the budget does not last for asking."""
         if task.key in self._known:
             return self._known[task.key]
-        if self.asked + 2 * self.repeats > self.budget or self.proven >= _PROOFS * (1 + self.budget // self.repeats):
+        if self.attempts_used + 2 * self.repeats > self.budget or self.proofs_used >= _PROOFS * (1 + self.budget // self.repeats):
             return None  # the last attempts are for the smallest task
         self._known[task.key] = await self._proven(task) and fails_reliably(await self.scores(task), self.threshold)
         return self._known[task.key]
 
     async def scores(self, task: Task) -> Sequence[float | None]:
-        self.asked += self.repeats
-        return await self.ask(task, self.repeats)
+        self.attempts_used += self.repeats
+        return await self.attempt(task, self.repeats)
 
     async def _proven(self, task: Task) -> bool:
-        self.proven += 1
+        self.proofs_used += 1
         try:
             cases, proofs = await prove_tasks(self.family, [task], self.sandboxes, root=self.root)
         except TaskError:
@@ -92,7 +92,7 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
         raise UserError(
             f"case {case.id} begins in the middle, in a world that is as it is", fix="make a case smaller that begins with its task"
         )
-    first = await search.fails(case.task)
+    first = await search.still_fails(case.task)
     if not first:
         why = "the budget is too small" if first is None else "it has no proof as it is, or the policy passes it too often"
         raise UserError(
@@ -109,14 +109,14 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
     scores = await search.scores(task)
     if not fails_reliably(scores, search.threshold):
         raise UserError(f"case {case.id}: the smallest task passed when it was asked again", fix="raise --repeats: the policy is not sure")
-    told = f"{describe_size(case.task)} -> {describe_size(task)}; {search.asked} attempts, {search.proven} proofs"
+    told = f"{describe_size(case.task)} -> {describe_size(task)}; {search.attempts_used} attempts, {search.proofs_used} proofs"
     origin = {**case.origin, "smaller": told}
     baseline = Baseline(model=model, scores=tuple(scores), at=at)
     return replace(case, task=task, original=case.original or case.task, origin=origin, baseline=baseline), told
 
 
 async def _gone(search: MinimizeSearch, task: Task, parts: Sequence[RemovablePart]) -> tuple[RemovablePart, ...]:
-    return await removable_parts(parts, lambda gone: search.fails(remove_parts(task, gone)))
+    return await removable_parts(parts, lambda gone: search.still_fails(remove_parts(task, gone)))
 
 
 async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
@@ -136,14 +136,14 @@ async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamil
             nonlocal number
             number += 1
             async with asyncio.TaskGroup() as asking:
-                jobs = [asking.create_task(there.groups.episode(task, name=f"smaller{number}-{case.id}-r{n}")) for n in range(count)]
+                jobs = [asking.create_task(there.groups.run_episode(task, name=f"smaller{number}-{case.id}-r{n}")) for n in range(count)]
             return [None if one.result().episode.left_out else one.result().score.value for one in jobs]
 
         search = MinimizeSearch(
             case=case,
             family=family,
             sandboxes=there.sandboxes,
-            ask=ask,
+            attempt=ask,
             root=given.root,
             threshold=given.threshold if case.threshold is None else case.threshold,
             repeats=repeats,

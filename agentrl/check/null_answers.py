@@ -96,7 +96,7 @@ async def prove_null_answers(
         gold = golden[task.id].episode
         group = [_waiting(gold), _waiting(_episode(task, answer, golden[task.id]))]
         async with slots:
-            best, score = await judge.together(task, group)
+            best, score = await judge.score_group(task, group)
         bottom = 0.0 if best.value is None else best.value - 2 * tolerance(best.value)
         return _Given(verifier=judge.name, task=task, kind=kind, answer=answer, score=score, bottom=bottom)
 

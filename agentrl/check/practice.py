@@ -34,7 +34,7 @@ class PracticeReport:
     """The practice that was proven, and what was not taken: the case, and why, for each."""
 
     tasks: tuple[PracticeTask, ...]
-    refused: tuple[tuple[str, str], ...]
+    rejected: tuple[tuple[str, str], ...]
 
     def by_case(self) -> dict[str, Counter[str]]:
         """Case -> how -> tasks."""
@@ -87,7 +87,7 @@ async def generate_practice(
         )
     wrong = _wrong(drawn, cases, proofs)
     refused += [(one.case, f"{one.how} {one.task.id}: {wrong[one.task.id]}") for one in drawn if one.task.id in wrong]
-    return PracticeReport(tasks=tuple(one for one in drawn if one.task.id not in wrong), refused=tuple(refused))
+    return PracticeReport(tasks=tuple(one for one in drawn if one.task.id not in wrong), rejected=tuple(refused))
 
 
 def _wrong(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:

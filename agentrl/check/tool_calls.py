@@ -70,15 +70,15 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: Too
     except (Exception, SystemExit) as error:  # a tool is anybody's code
         return [Finding(severity="failure", what=f"tool {reference} does not load: {type(error).__name__}: {error}")]
     try:
-        fresh = [await _fresh(kept.kind) for kept in tools.kept.values() for _ in range(2)]
+        fresh = [await _fresh(kept.kind) for kept in tools.instances.values() for _ in range(2)]
         found: list[Finding] = []
         for tool in tools.values():
-            name = f"{reference}, method {tool.name}," if tools.kept else reference
+            name = f"{reference}, method {tool.name}," if tools.instances else reference
             if reference.startswith(MCP_PREFIX) and not tool.needs_sandbox:
                 found += [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong[tool.name]]
                 continue
             found += await _prove_calls(tool, name, wrong[tool.name], task, sandboxes)
-        for kept in tools.kept.values():
+        for kept in tools.instances.values():
             found += await _prove_state(reference, kept, fresh)
         return found
     finally:
@@ -116,7 +116,7 @@ async def _fresh(kind: Any) -> Any:
     """What tools keep that nobody has called yet; None where they cannot even be opened, which their calls tell."""
     kept = ToolInstance(kind)
     try:
-        await user_code.call_user_code(kept.opened, what=f"opening {kept.kind.__name__}", timeout_s=CALL_S)
+        await user_code.call_user_code(kept.open, what=f"opening {kept.kind.__name__}", timeout_s=CALL_S)
         return await kept.state(timeout_s=CALL_S)
     except (Exception, SystemExit):  # a tool is anybody's code
         return None
@@ -133,7 +133,7 @@ async def _prove_state(reference: str, kept: ToolInstance, fresh: Sequence[Any])
     found = []
     again = ToolInstance(kept.kind, state, restored=True)
     try:
-        await user_code.call_user_code(again.opened, what=f"restoring {kept.kind.__name__}", timeout_s=CALL_S)
+        await user_code.call_user_code(again.open, what=f"restoring {kept.kind.__name__}", timeout_s=CALL_S)
         if await again.state(timeout_s=CALL_S) != state:
             found.append("a state that is restored is another one: an episode that goes on has other tools than it had")
     except (Exception, SystemExit) as error:  # a tool is anybody's code

@@ -61,7 +61,7 @@ def list_failures(
 
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, why=why)
-        matching, rows = collection.matching(wanted), collection.rows(wanted, most=most, newest=True)[::-1]
+        matching, rows = collection.count_matching(wanted), collection.rows(wanted, most=most, newest=True)[::-1]
         digest = {key: value for key, value in build_digest(collection).items() if key != "examples"}
         kinds: Counter[str] = Counter()
         for (name, found), times in collection.counts("kind", "tag").items():
@@ -185,7 +185,7 @@ async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[Tr
                 collection.tag(row.id, every)
                 changed[row.id] = every[0].name
         if judge is not None and before is not None:
-            more = judge.spent().less(before)
+            more = judge.spent().minus(before)
             money = f", money {more.money:g}" if more.money else ""
             beyond, tokens = unsure - more.calls - more.cached, more.prompt_tokens + more.completion_tokens
             asked = f"{more.calls} questions to the judge, {more.cached} answered before, {beyond} beyond its budget"
@@ -307,7 +307,7 @@ def promote_failures(
             )
         )
     else:
-        print("\n".join(one.told for one in done))
+        print("\n".join(one.summary for one in done))
         print(f"{written} new cases in {into}; {len(done) - written} were there. Never train on them: tasks.withhold='[\"{into}\"]'")
 
 

@@ -84,7 +84,7 @@ def calibrate(
         print(f"{out} and {out.with_suffix('.svg')} are written", file=sys.stderr)
         if not report.calibration.identity:
             print("this verifier has no identity, so that no judge can demand this file", file=sys.stderr)
-    raise typer.Exit(1 if report.calibration.by_chance else 0)
+    raise typer.Exit(1 if report.calibration.may_be_chance else 0)
 
 
 @judge_app.command(epilog="Example: agentrl judge correct calibrations/helpful.json 830 1000")
@@ -147,7 +147,7 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
     pairs = [(mine, theirs) for key, mine in one.items() if mine is not None and (theirs := other.get(key)) is not None]
     if not pairs:
         raise UserError(f"{first} and {second} have no answer in common", fix="label the same run, in the same phase")
-    table = stats.AgreementTable.of(pairs)
+    table = stats.AgreementTable.from_pairs(pairs)
     agree = stats.agreement(table)
     try:
         kappa = stats.kappa(table)

@@ -48,7 +48,7 @@ def practice(
     by_case = {case: dict(how) for case, how in made.by_case().items()}
     if as_json:
         print(
-            json.dumps({"file": None if path is None else str(path), "tasks": len(made.tasks), "cases": by_case, "refused": made.refused})
+            json.dumps({"file": None if path is None else str(path), "tasks": len(made.tasks), "cases": by_case, "refused": made.rejected})
         )
     else:
         print(told(made, path))
@@ -80,8 +80,8 @@ async def _make(
 def told(made: PracticeReport, path: Path | None) -> str:
     """What was made, by case, and what was not and why."""
     lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in made.by_case().items()]
-    lines += [f"refused, {case}: {why}" for case, why in made.refused[:_REFUSED_SHOWN]]
-    if len(made.refused) > _REFUSED_SHOWN:
-        lines.append(f"and {len(made.refused) - _REFUSED_SHOWN:,} more refused; --json names them")
+    lines += [f"refused, {case}: {why}" for case, why in made.rejected[:_REFUSED_SHOWN]]
+    if len(made.rejected) > _REFUSED_SHOWN:
+        lines.append(f"and {len(made.rejected) - _REFUSED_SHOWN:,} more refused; --json names them")
     where = "nothing was proven, and nothing written" if path is None else f"{len(made.tasks):,} tasks in {path}"
     return "\n".join(printable(line, _LINE) for line in (*lines, where))

@@ -124,14 +124,14 @@ def summary(done: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
 
     outcomes = [outcome for one in done for outcome in one.outcomes]
     return {
-        "passed": all(one.verdict is CaseStatus.PASSED for one in outcomes),
+        "passed": all(one.status is CaseStatus.PASSED for one in outcomes),
         "run": str(folder),
         "suites": [
             {
                 "about": dataclasses.asdict(one.results.about),
                 "figures": dataclasses.asdict(one.results.figures()),
                 "folder": str(one.folder),
-                "verdicts": {str(kind): sum(each.verdict is kind for each in one.outcomes) for kind in CaseStatus},
+                "verdicts": {str(kind): sum(each.status is kind for each in one.outcomes) for kind in CaseStatus},
             }
             for one in done
         ],
@@ -147,15 +147,13 @@ def table(done: Sequence[SuiteEvaluation], folder: Path) -> str:
     outcomes = worst_first(outcome for one in done for outcome in one.outcomes)
     lines: list[str] = []
     for number, one in enumerate(outcomes[:_LISTED]):
-        lines.append(f"{one.verdict:9} {name_of(one, several)}  {summary_line(one)}")
-        if one.verdict is not CaseStatus.PASSED and number < _SHOWN:
+        lines.append(f"{one.status:9} {name_of(one, several)}  {summary_line(one)}")
+        if one.status is not CaseStatus.PASSED and number < _SHOWN:
             lines += [f"          {row}" for row in [*detail_lines(one), show_command(one, folder)]]
     if len(outcomes) > _LISTED:
         lines.append(f"and {len(outcomes) - _LISTED} more cases: --json has all of them")
     for suite in done:
-        counts = [
-            sum(one.verdict is kind for one in suite.outcomes) for kind in (CaseStatus.PASSED, CaseStatus.FAILED, CaseStatus.UNSCORED)
-        ]
+        counts = [sum(one.status is kind for one in suite.outcomes) for kind in (CaseStatus.PASSED, CaseStatus.FAILED, CaseStatus.UNSCORED)]
         unscored = f", {counts[2]} unscored" if counts[2] else ""
         lines += ["", f"{one_line(suite.suite.name, 80)}: {counts[0]} of {len(suite.outcomes)} cases passed, {counts[1]} failed{unscored}"]
         lines += [*rates(suite.results.figures()), f"evaluation {suite.folder}"]

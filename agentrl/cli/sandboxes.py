@@ -45,5 +45,5 @@ def sandbox_prune(
     if images:
         found = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in found:
-            print(f"{'would remove' if dry_run else 'removed'} {item.what}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
+            print(f"{'would remove' if dry_run else 'removed'} {item.name}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
         print(f"{len(found)} of images, {sum(item.size for item in found) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")

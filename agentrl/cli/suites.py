@@ -107,7 +107,7 @@ def compare_evaluations(
     if found is None:
         raise UserError("the two evaluations have no scored attempt at the same case", fix="evaluate both on the same suite")
     apart = first.about.sampling != second.about.sampling and not across_sampling
-    needed = found.cases_for(difference, chance=_CHANCE)
+    needed = found.cases_needed(difference, chance=_CHANCE)
     if as_json:
         told = dataclasses.asdict(found) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
         if apart:
@@ -195,7 +195,7 @@ def table(found: SuiteResults, *, where: Path) -> str:
     short = []
     for case, scores in found.scores().items():
         counted = [score for score in scores if score is not None]
-        passed = sum(attempt_passes(score, found.about.bar(case)) for score in counted)
+        passed = sum(attempt_passes(score, found.about.pass_threshold(case)) for score in counted)
         if passed < len(scores):
             unscored = f", {len(scores) - len(counted)} unscored" if len(counted) < len(scores) else ""
             short.append((passed / len(scores), f"  {_shown(case)}: {passed} of {len(counted)} passed{unscored}"))
@@ -210,7 +210,7 @@ def told(table: str, judges: Mapping[str, float]) -> str:
     """A table, and what the judges of its attempts have cost."""
     from agentrl.judge import JudgeUsage
 
-    return f"{table}\njudges  {JudgeUsage.of(judges).told()}" if judges else table
+    return f"{table}\njudges  {JudgeUsage.from_figures(judges).summary()}" if judges else table
 
 
 def rates(figures: EvaluationFigures) -> list[str]:

@@ -103,7 +103,7 @@ def evaluate(
         more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
-        requests = RequestOptions.of(request or (), header or (), tokens_name)
+        requests = RequestOptions.parse(request or (), header or (), tokens_name)
         target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
         if target is not None and recipe.is_file():
             if len(named) > 1 or junit is not None or pin:
@@ -191,7 +191,7 @@ def describe(summary: Summary, folder: Path) -> str:
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")
     if summary.judges:
-        asked, _, rest = JudgeUsage.of(summary.judges).told().partition(" ")
+        asked, _, rest = JudgeUsage.from_figures(summary.judges).summary().partition(" ")
         lines.append(f"{asked:>8} {rest}")
     if summary.failures:
         named = ", ".join(f"{times} {printable_text(tag)}" for tag, times in list(summary.failures.items())[:_TAGS_SHOWN])

@@ -36,7 +36,7 @@ def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
     """
     serving = recipe.serving
     apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
-    beside = training and recipe.judged_apart and _on_gpus(recipe)
+    beside = training and recipe.gate_has_server and _on_gpus(recipe)
     shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
     if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(

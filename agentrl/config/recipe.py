@@ -227,28 +227,28 @@ class Recipe(Section):
             )
 
     @property
-    def judged_apart(self) -> bool:
+    def gate_has_server(self) -> bool:
         """Whether there is a gate that has a server of its own."""
         return self.gate is not None and self.gate.server == "own"
 
     @property
-    def episodes_at_once(self) -> int:
+    def max_concurrent_episodes(self) -> int:
         """Of rollouts; and where the gate has a server of its own, as many attempts beside them."""
-        return self.rollout.concurrency * (2 if self.judged_apart else 1)
+        return self.rollout.concurrency * (2 if self.gate_has_server else 1)
 
     def _sandboxes_suffice(self) -> Iterator[str]:
         """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
         delegation, most = self.rollout.delegation, self.sandbox.max_open
         if delegation is None or delegation.sandbox == "shared":
             return
-        each, beside = 1 + delegation.at_once, self.episodes_at_once // self.rollout.concurrency
-        if self.episodes_at_once * each > most:
+        each, beside = 1 + delegation.at_once, self.max_concurrent_episodes // self.rollout.concurrency
+        if self.max_concurrent_episodes * each > most:
             fewer = f", or rollout.concurrency={most // each // beside}" if most >= each * beside else ""
             gate = ", with as many attempts of gate.server=own beside them," if beside > 1 else ""
             yield (
                 f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
                 f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes{gate} would wait for one another with"
-                f" sandbox.max_open={most}: set sandbox.max_open={self.episodes_at_once * each}{fewer}, or a lower"
+                f" sandbox.max_open={most}: set sandbox.max_open={self.max_concurrent_episodes * each}{fewer}, or a lower"
                 " rollout.delegation.width or total"
             )
 

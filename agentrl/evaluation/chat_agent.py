@@ -133,7 +133,7 @@ class ChatAgent:
         self, episode: LiveEpisode, messages: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any], most: int
     ) -> ChatAnswer:
         try:
-            with episode.elsewhere(most, within_s=self.endpoint.timeout_s) as request:
+            with episode.external_request(most, within_s=self.endpoint.timeout_s) as request:
                 more = {**self.sampling, **schemas, self.endpoint.tokens_name: request.most}
                 answer = await self.endpoint.ask(messages, more=more)
                 request.tokens = answer.completion_tokens
@@ -155,12 +155,12 @@ class ChatAgent:
         ended = ""
         for one in calls:
             if isinstance(one.call, str):
-                output = episode.shown(clip(f"error: {one.call}", episode.task.limits.tool_output_chars))
+                output = episode.clip_output(clip(f"error: {one.call}", episode.task.limits.tool_output_chars))
                 errors.append(ToolResult(name="", output=output, ok=False))
             else:
                 started = time.monotonic()
                 outcome = await run_call(episode, tools, one.call, made)
-                output = episode.shown(outcome.output)
+                output = episode.clip_output(outcome.output)
                 results.append(ToolResult(name=one.name[:64], output=output, ok=outcome.ok, wall_s=time.monotonic() - started))
                 if outcome.answer is not None or episode.sandbox_lost:
                     episode.answer, ended = outcome.answer, "submitted" if outcome.answer is not None else "tool_timeout"

@@ -77,7 +77,7 @@ class Comparison:
     margin: float
     verdict: ComparisonVerdict
 
-    def cases_for(self, difference: float, *, chance: float = 0.8) -> int:
+    def cases_needed(self, difference: float, *, chance: float = 0.8) -> int:
         """Cases like these that a difference would need to be seen with this chance. Raises `ValueError` for a difference of 0.
 
         Where fewer flipped than such a difference must flip, what was seen says nothing of it: it is planned without noise.

@@ -34,8 +34,8 @@ class SplitEvaluation:
     by_kind: dict[str, Rate]
     attempts: int  # at each task
     episodes: int
-    left_out: int
-    left_out_reasons: dict[str, int]
+    excluded: int
+    excluded_reasons: dict[str, int]
     tokens_mean: float | None  # sampled in an attempt
     pass_at: dict[int, float]  # k -> share of the tasks that k attempts solve
     compute: tuple[ComputeCurve, ...]  # success against sampled tokens
@@ -95,21 +95,21 @@ async def evaluate_split(
             (scored,) = excluded_group(index, f"{split} {index}", "", task, size=1).episodes
         else:
             name = f"{phase}-{split}-{index:05d}"
-            scored = await runner.episode(task, name=name if attempts == 1 else f"{name}-{attempt:03d}")
+            scored = await runner.run_episode(task, name=name if attempts == 1 else f"{name}-{attempt:03d}")
             on_scored(task, scored)
         done += 1
         on_done(done, len(tasks) * attempts)
         return scored
 
-    runner = runner if notes is None else replace(runner, memory=notes.of)
+    runner = runner if notes is None else replace(runner, memory=notes.view)
     played: list[_Played] = []
-    for part in [range(len(tasks))] if notes is None else notes.parts(len(tasks)):
+    for part in [range(len(tasks))] if notes is None else notes.rounds(len(tasks)):
         async with asyncio.TaskGroup() as running:
             jobs = [[running.create_task(one(index, tasks[index], n)) for n in range(attempts)] for index in part]
         some = [_Played(task=tasks[index], attempts=tuple(job.result() for job in of)) for index, of in zip(part, jobs, strict=True)]
         played += some
         if notes is not None:
-            notes.add([scored for one in some for scored in one.attempts])
+            notes.end_round([scored for one in some for scored in one.attempts])
     return _measured(
         played,
         phase=phase,
@@ -137,8 +137,8 @@ def _measured(played: Sequence[_Played], *, phase: str, step: int) -> SplitEvalu
         by_kind={kind: Rate.from_scores([value for other, value in means if other == kind]) for kind in kinds},
         attempts=max(len(one.attempts) for one in played),
         episodes=episodes,
-        left_out=episodes - len(tokens),
-        left_out_reasons=count_exclusions(scored for one in played for scored in one.attempts),
+        excluded=episodes - len(tokens),
+        excluded_reasons=count_exclusions(scored for one in played for scored in one.attempts),
         tokens_mean=statistics.fmean(tokens) if tokens else None,
         pass_at=pass_at_attempt_counts(tries),
         compute=compute_curves(tries),

@@ -45,7 +45,7 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, SplitEvaluation] = {}
     bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # by the bound on thinking
-    run.capture.begin(phase)
+    run.capture.reset_phase(phase)
     config = run.recipe.memory
 
     async def played(
@@ -71,7 +71,7 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
             run.tracker.alert(told)
 
     def scored(task: Task, episode: ScoredEpisode) -> None:
-        run.capture.episode(task, episode, phase=phase, step=step)
+        run.capture.capture_episode(task, episode, phase=phase, step=step)
         noted(phase, task, episode)
 
     for split, count in _counts(run):

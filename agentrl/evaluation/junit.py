@@ -49,17 +49,17 @@ def _add(suite: xml.Element, one: CaseOutcome, folder: Path) -> None:
         name=xml_text(one.case.id),
         time=f"{sum(each.wall_s for each in one.attempts):.3f}",
     )
-    if one.verdict is CaseStatus.PASSED:
+    if one.status is CaseStatus.PASSED:
         return
-    kind = "failure" if one.verdict is CaseStatus.FAILED else "error"
-    tag = one.shown.tag if one.shown is not None and one.shown.tag else str(one.verdict)
+    kind = "failure" if one.status is CaseStatus.FAILED else "error"
+    tag = one.example.tag if one.example is not None and one.example.tag else str(one.status)
     told = xml.SubElement(case, kind, type=xml_text(tag), message=xml_text(summary_line(one)))
-    tail = ["", one.shown.tail] if one.shown is not None else []
+    tail = ["", one.example.tail] if one.example is not None else []
     told.text = xml_text("\n".join([*detail_lines(one), *tail, "", show_command(one, folder)]))
 
 
 def _counts(outcomes: Sequence[CaseOutcome]) -> dict[str, str]:
-    verdicts = [one.verdict for one in outcomes]
+    verdicts = [one.status for one in outcomes]
     spent = sum(each.wall_s for one in outcomes for each in one.attempts)
     return {
         "tests": str(len(verdicts)),

@@ -54,7 +54,7 @@ class CaseOutcome:
     case: Case
     threshold: float
     attempts: tuple[CaseAttempt, ...]
-    shown: ExampleAttempt | None = None  # None: it passed
+    example: ExampleAttempt | None = None  # None: it passed
 
     @property
     def scores(self) -> tuple[float | None, ...]:
@@ -66,7 +66,7 @@ class CaseOutcome:
         return _mean(self.scores)
 
     @property
-    def verdict(self) -> CaseStatus:
+    def status(self) -> CaseStatus:
         return case_status(self.scores, self.threshold)
 
     @property
@@ -78,14 +78,14 @@ class CaseOutcome:
         return {
             "suite": self.suite,
             "case": self.case.id,
-            "verdict": str(self.verdict),
+            "verdict": str(self.status),
             "score": self.mean,
             "scores": list(self.scores),
             "threshold": self.threshold,
             "baseline": None if self.case.baseline is None else asdict(self.case.baseline),
             "question": truncate_middle(self.question, _WORDS),
             "wall_s": sum(one.wall_s for one in self.attempts),
-            "shown": None if self.shown is None else asdict(replace(self.shown, tail="")),
+            "shown": None if self.example is None else asdict(replace(self.example, tail="")),
         }
 
 
@@ -115,10 +115,10 @@ def case_outcome(
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     found = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
-    if found.verdict is CaseStatus.PASSED or not pairs:
+    if found.status is CaseStatus.PASSED or not pairs:
         return found
     attempt, scored = min(pairs, key=lambda pair: math.inf if pair[0].score is None else pair[0].score)
-    return replace(found, shown=_shown(case, attempt, scored, bar, rules, origin))
+    return replace(found, example=_shown(case, attempt, scored, bar, rules, origin))
 
 
 def _shown(
@@ -148,7 +148,7 @@ def _shown(
 def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
     """Failed, then unscored, then passed; of each the lowest scores first."""
     order = {CaseStatus.FAILED: 0, CaseStatus.UNSCORED: 1, CaseStatus.PASSED: 2}
-    return sorted(outcomes, key=lambda one: (order[one.verdict], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
+    return sorted(outcomes, key=lambda one: (order[one.status], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
 
 
 def summary_line(one: CaseOutcome) -> str:
@@ -166,12 +166,12 @@ def summary_line(one: CaseOutcome) -> str:
 def detail_lines(one: CaseOutcome) -> list[str]:
     """Lines of a case that did not pass: question, answer, reason, and the first turn that went wrong. Safe for a terminal."""
     lines = [f"question  {one_line(one.question, 200)}"]
-    if one.shown is not None:
-        at = "" if one.shown.turn is None else f" at turn {one.shown.turn}"
-        lines.append(f"answer    {'(none)' if one.shown.answer is None else one_line(one.shown.answer, 200)}")
-        lines += [f"unscored  {one_line(one.shown.reason)}"] if one.shown.reason else []
-        lines += [f"evidence  {one_line(one.shown.evidence)}"] if one.shown.evidence.strip() else []
-        lines += [f"failure   {one_line(one.shown.tag, 60)}{at}"] if one.shown.tag else []
+    if one.example is not None:
+        at = "" if one.example.turn is None else f" at turn {one.example.turn}"
+        lines.append(f"answer    {'(none)' if one.example.answer is None else one_line(one.example.answer, 200)}")
+        lines += [f"unscored  {one_line(one.example.reason)}"] if one.example.reason else []
+        lines += [f"evidence  {one_line(one.example.evidence)}"] if one.example.evidence.strip() else []
+        lines += [f"failure   {one_line(one.example.tag, 60)}{at}"] if one.example.tag else []
     if one.case.note.strip():
         lines.append(f"kept for  {one_line(one.case.note)}{f' ({one_line(one.case.by, 60)})' if one.case.by else ''}")
     return lines
@@ -179,4 +179,4 @@ def detail_lines(one: CaseOutcome) -> list[str]:
 
 def show_command(one: CaseOutcome, folder: Path) -> str:
     """The command that shows the whole episode. Empty: the case passed."""
-    return "" if one.shown is None else shlex.join(["agentrl", "failures", "show", str(folder), one.shown.episode])
+    return "" if one.example is None else shlex.join(["agentrl", "failures", "show", str(folder), one.example.episode])

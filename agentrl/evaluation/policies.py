@@ -38,7 +38,7 @@ class PolicySource(StrEnum):
     FOLDER = "folder"  # a model folder, served here
     VERSION = "version"  # a version of a run, served here as that run did
     ENDPOINT = "endpoint"  # somebody's server of chat completions
-    PART = "part"  # an object of the project
+    PLUGIN = "part"  # an object of the project
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
             raise UserError("an endpoint serves models by name, and there is none", fix="name it with --model (--agentrl-model in pytest)")
         validate_url(named)
         asked = requests or RequestOptions()
-        name = f"{model_name} at {named}{asked.told and f' ({asked.told})'}"
+        name = f"{model_name} at {named}{asked.summary and f' ({asked.summary})'}"
         return NamedPolicy(source=PolicySource.ENDPOINT, name=name, model=named, model_name=model_name, key_env=key_env, requests=asked)
     if model_name or key_env or (requests or RequestOptions()) != RequestOptions():
         raise UserError(
@@ -84,7 +84,7 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
     if Path(named).is_dir():
         return NamedPolicy(source=PolicySource.FOLDER, name=named, model=str(Path(named).resolve()))
     if ":" in named:
-        return NamedPolicy(source=PolicySource.PART, name=named, model=named)
+        return NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)
     raise UserError(f"--policy {named}: no such folder, nor a version of a run", fix=_FIX)
 
 

@@ -106,12 +106,12 @@ class CaseItem(pytest.Item):
     def setup(self) -> None:
         assert self.cases.asked is not None, "collection is over"
         self.outcome = self.cases.asked.outcome(self.suite.name, self.case.id)
-        if self.outcome.verdict is CaseStatus.UNSCORED:
+        if self.outcome.status is CaseStatus.UNSCORED:
             raise CaseNotPassed(self.outcome)
 
     def runtest(self) -> None:
         assert self.outcome is not None, "it was set up"
-        if self.outcome.verdict is not CaseStatus.PASSED:
+        if self.outcome.status is not CaseStatus.PASSED:
             raise CaseNotPassed(self.outcome)
 
     def words(self, error: BaseException) -> str:
@@ -124,10 +124,10 @@ class CaseItem(pytest.Item):
         return self.suite.folder / "cases" / f"{self.case.id}.json", 0, f"{one_line(self.suite.name, 60)}: {self.case.id}"
 
     def _told(self, outcome: CaseOutcome) -> Iterator[str]:
-        yield f"{outcome.verdict}  {summary_line(outcome)}"
+        yield f"{outcome.status}  {summary_line(outcome)}"
         yield from detail_lines(outcome)
-        if outcome.shown is not None and self.cases.asked is not None:
-            yield from ("", outcome.shown.tail, "", f"more: {show_command(outcome, self.cases.asked.given.start.folder)}")
+        if outcome.example is not None and self.cases.asked is not None:
+            yield from ("", outcome.example.tail, "", f"more: {show_command(outcome, self.cases.asked.given.start.folder)}")
 
 
 class SuiteFolder(pytest.Directory):
@@ -213,7 +213,7 @@ class SuitePlugin:
         if self.asked is not None and self.asked.error is not None:
             terminalreporter.write_line(f"agentrl: the evaluation did not end well, and is not kept: {describe_error(self.asked.error)}")
         for one in () if self.asked is None else self.asked.done:
-            passed = sum(outcome.verdict is CaseStatus.PASSED for outcome in one.outcomes)
+            passed = sum(outcome.status is CaseStatus.PASSED for outcome in one.outcomes)
             name = one_line(one.suite.name, 80)
             terminalreporter.write_line(f"agentrl: {name}: {passed} of {len(one.outcomes)} cases passed; evaluation {one.folder}")
 
@@ -221,7 +221,7 @@ class SuitePlugin:
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
     """The policy of the options, or the one that the suites record. Raises `UserError` if there is none."""
     option = config.getoption
-    requests = RequestOptions.of(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
+    requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:
         if option("agentrl_model") or option("agentrl_key_env") or requests != RequestOptions():
             raise UserError("the options of an endpoint need --agentrl-policy", fix="give --agentrl-policy http(s)://HOST/v1")

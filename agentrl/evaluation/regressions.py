@@ -142,7 +142,7 @@ def prepare_evaluation(
                 f"case {late} begins in the middle, with exact tokens, and an endpoint takes only messages",
                 fix="evaluate a suite of cases that begin with their task",
             )
-        if policy.source is PolicySource.PART:
+        if policy.source is PolicySource.PLUGIN:
             check_policy_plugin(policy)
         yield PreparedEvaluation(
             policy=policy,
@@ -194,7 +194,7 @@ async def evaluate_suites(
         asked = [(suite, case) for suite in given.suites for case in suite.cases]
         total = sum(given.tries(suite, case) for suite, case in asked)
         parts_.tracker.stage("evaluate", f"{len(asked)} cases, {total} attempts")
-        parts_.capture.begin(EVAL_PHASE)
+        parts_.capture.reset_phase(EVAL_PHASE)
         began, scored = time.monotonic(), 0
 
         def on_scored() -> None:
@@ -235,7 +235,7 @@ def pin_baselines(done: Sequence[SuiteEvaluation]) -> int:
 
 def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
     """0: every case passed; 1: some did not."""
-    return 0 if all(one.verdict is CaseStatus.PASSED for one in outcomes) else 1
+    return 0 if all(one.status is CaseStatus.PASSED for one in outcomes) else 1
 
 
 class _Asking:
@@ -262,11 +262,11 @@ class _Asking:
     async def _attempt(self, suite: Suite, case: Case, number: int) -> tuple[SuiteAttempt, ScoredEpisode]:
         label = EVAL_PHASE if len(self._given.suites) == 1 else self._names[suite.folder]
         name = f"{label}-{case.id}-r{number}"
-        scored = unrunnable_attempt(case, name, self._open.broken) or await self._open.groups.episode(
+        scored = unrunnable_attempt(case, name, self._open.broken) or await self._open.groups.run_episode(
             case.task, name=name, start=case.start, always=True
         )
         self._on_scored()
-        self._open.capture.episode(case.task, scored, phase=EVAL_PHASE, step=0)
+        self._open.capture.capture_episode(case.task, scored, phase=EVAL_PHASE, step=0)
         made = suite_attempt(case, number, scored, phase=EVAL_PHASE, version=self._open.sampled_by)
         tokens = self._open.spent.pop(scored.episode.id, made.attempt.tokens)
         return replace(made, attempt=replace(made.attempt, tokens=tokens)), scored
@@ -378,11 +378,11 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
         )
         groups = GroupRunner(
             runner=runner,
-            score=replace(given.scorer, sandboxes=sandboxes),
+            scorer=replace(given.scorer, sandboxes=sandboxes),
             slots=asyncio.Semaphore(recipe.rollout.concurrency),
             group_size=1,
             max_retries=recipe.rollout.max_retries,
-            on_attempt=FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency).attempt,
+            on_attempt=FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency).record_attempt,
         )
         spent = agent.tokens if isinstance(agent, ChatAgent) else {}
         unknown = PolicyVersion(number=0, parent=None, folder="-", sha256="")

@@ -190,7 +190,7 @@ def _chat(run: Path, recipe: Recipe) -> ChatFormat:
     if base.is_dir():
         return open_chat(base, policy=recipe.policy)
     if ":" in named and "://" not in named:
-        made, policy = load_policy_plugin(NamedPolicy(source=PolicySource.PART, name=named, model=named)), recipe.policy
+        made, policy = load_policy_plugin(NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)), recipe.policy
         return ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     raise UserError(f"{run} keeps no model whose tokens its traces are of", fix=_FROM_START)
 

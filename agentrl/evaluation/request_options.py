@@ -35,7 +35,7 @@ class RequestOptions:
     headers: Mapping[str, str] = field(default_factory=dict)  # name -> reference to the value
 
     @classmethod
-    def of(cls, requested: Sequence[str], headers: Sequence[str], tokens_name: str) -> RequestOptions:
+    def parse(cls, requested: Sequence[str], headers: Sequence[str], tokens_name: str) -> RequestOptions:
         """Parses command-line options. Raises `UserError`.
 
         Args:
@@ -53,7 +53,7 @@ class RequestOptions:
         return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=made)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The options that change the requests, for the policy's name; empty if there are none."""
         return ", ".join(
             [*(f"{key}={json.dumps(value)}" for key, value in self.keys.items()), *(["no temperature"] if self.without_temperature else [])]

@@ -75,7 +75,7 @@ class EvaluationInfo(Record):
     thresholds: Mapping[str, float] = field(default_factory=dict)  # ... and of the cases that have one of their own
     format: int = FORMAT
 
-    def bar(self, case: str) -> float:
+    def pass_threshold(self, case: str) -> float:
         """Score from which an attempt at a case has passed."""
         return self.thresholds.get(case, self.threshold)
 
@@ -129,7 +129,10 @@ class SuiteResults:
         for one in first:
             if one.score is not None:
                 by_case.setdefault(one.case, []).append(one.score)
-        counts = [(sum(attempt_passes(score, self.about.bar(case)) for score in scores), len(scores)) for case, scores in by_case.items()]
+        counts = [
+            (sum(attempt_passes(score, self.about.pass_threshold(case)) for score in scores), len(scores))
+            for case, scores in by_case.items()
+        ]
         tries = sum(count for _, count in counts)
         k = k or max(self.about.repeats, min(Counter(one.case for one in first).values(), default=1))
         rate = intervals.rate_interval([passed / count for passed, count in counts], tries) if counts else None

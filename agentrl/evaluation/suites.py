@@ -45,7 +45,7 @@ class SuiteAttempt:
     """One attempt at a case, and the episode in words."""
 
     attempt: CaseAttempt
-    words: dict[str, Any]
+    transcript: dict[str, Any]
 
 
 BrokenImages = Mapping[tuple[str, str], str]
@@ -114,7 +114,7 @@ async def run_cases(
     async def one(case: Case, number: int) -> SuiteAttempt:
         nonlocal done
         name = f"{phase}-{case.id}-r{number}"
-        scored = unrunnable_attempt(case, name, broken) or await runner.episode(case.task, name=name, start=case.start, always=True)
+        scored = unrunnable_attempt(case, name, broken) or await runner.run_episode(case.task, name=name, start=case.start, always=True)
         done += 1
         on_done(done, total)
         on_scored(case.task, scored)
@@ -204,7 +204,7 @@ async def evaluate_suite(
         total = sum(repeats or case_repeats(case, suite.repeats) for case in suite.cases)
         run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {total} attempts")
         began = time.monotonic()
-        run.capture.begin("eval")
+        run.capture.reset_phase("eval")
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
             tried = await run_cases(
@@ -215,7 +215,7 @@ async def evaluate_suite(
                 version=0,
                 broken=making.result(),
                 on_done=run.tracker.evaluating,
-                on_scored=partial(run.capture.episode, phase="eval", step=0),
+                on_scored=partial(run.capture.capture_episode, phase="eval", step=0),
             )
             watcher.cancel()
         origin = evaluation_info(recipe, suite, base, repeats=repeats or suite.repeats, threshold=threshold, began=began)
@@ -229,7 +229,7 @@ async def evaluate_suite(
 
 def transcripts_of(tried: Iterable[SuiteAttempt]) -> list[dict[str, Any]]:
     """The episodes in words."""
-    return [one.words for one in tried]
+    return [one.transcript for one in tried]
 
 
 def utc_now() -> str:
@@ -260,4 +260,4 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
         ended=str(words["stop_reason"] or ""),
         versions=tuple(words["versions"]),
     )
-    return SuiteAttempt(attempt=attempt, words={"episode": episode.id, "case": case.id, "attempt": number, **words})
+    return SuiteAttempt(attempt=attempt, transcript={"episode": episode.id, "case": case.id, "attempt": number, **words})

@@ -35,17 +35,17 @@ class FolderCheckpoints:
         self._numbers = itertools.count()
         self._forgotten: set[int] = set()
 
-    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+    async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         await asyncio.to_thread(self._write, group, self._path(group, member, "state"), state)
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         await asyncio.to_thread(self._write, group, self._path(group, member, "scored"), scored)
         self._path(group, member, "state").unlink(missing_ok=True)
 
-    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+    async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         return await asyncio.to_thread(self._find, group, member)
 
-    def forget(self, group: int) -> None:
+    def remove_group(self, group: int) -> None:
         """Removes what there is of a group: it is stored, or will never be. A write of a cancelled attempt may still be under way."""
         self._forgotten.add(group)
         shutil.rmtree(self._folder / f"{group:06d}", ignore_errors=True)

@@ -79,14 +79,14 @@ class Capture:
         self._kinds: set[str] = set()
         self._resting_until = 0.0  # monotonic
 
-    def group(self, task: Task | None, group: Group, *, step: int) -> None:
+    def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
         """Looks at a stored group of training."""
         if group.fault is None:
             self._look(task, group.episodes, phase="train", step=step)
         elif group.fault.kind != "quarantined":  # its episodes are alike and empty: one stands for them
             self._look(task, group.episodes[:1], phase="train", step=step)
 
-    def episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
+    def capture_episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
         """Looks at an episode of an evaluation.
 
         Args:
@@ -94,10 +94,10 @@ class Capture:
         """
         self._look(task, (scored,), phase=phase, step=step, place=place or phase)
 
-    def begin(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+    def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """An evaluation begins, maybe again: what there is of it goes, of a phase or of one step of it."""
         if self._config.keep:
-            self._guarded(lambda collection: collection.forget(phase, step=step, place=place), episodes=0)
+            self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
         if self.lost:
@@ -140,7 +140,7 @@ class Capture:
 
     def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
         audit = self._audit(task, scored)
-        passed = collection.passed_in(scored.episode.task_key, but=place) if place else ""
+        passed = collection.first_passed_phase(scored.episode.task_key, but=place) if place else ""
         found = capture_reason(scored, below=self._config.below, audit=audit, passed_before=bool(passed))
         if found is None:
             return None

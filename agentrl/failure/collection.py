@@ -152,16 +152,16 @@ class Collection:
 
     def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
         """What lists say of the traces, oldest first."""
-        where, values = (wanted or TraceFilter()).where()
+        where, values = (wanted or TraceFilter()).sql_where()
         order = "DESC" if newest else "ASC"
         with self._asked():
             found = self._db.execute(f"SELECT {_COLUMNS} FROM traces{where} ORDER BY seq {order} LIMIT ?", (*values, most))
             names = tuple(TraceRow.__slots__)
             return [TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in found]
 
-    def matching(self, wanted: TraceFilter) -> int:
+    def count_matching(self, wanted: TraceFilter) -> int:
         """The number of traces that `rows` would list."""
-        where, values = wanted.where()
+        where, values = wanted.sql_where()
         with self._asked():
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
@@ -218,7 +218,7 @@ class Collection:
         with self._asked():
             return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
-    def forget(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+    def clear_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """Removes all there is of a phase, or of one step of it, which is about to be made again; what others passed stays.
 
         Args:
@@ -233,7 +233,7 @@ class Collection:
             db.execute("DELETE FROM tasks WHERE key NOT IN (SELECT task_key FROM traces)")
         self._held.pop(phase, None)
 
-    def passed_in(self, task_key: str, *, but: str) -> str:
+    def first_passed_phase(self, task_key: str, *, but: str) -> str:
         """The first phase in which a task was passed; empty when in none, or in `but`."""
         with self._asked():
             found = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()

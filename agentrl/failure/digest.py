@@ -114,7 +114,7 @@ def example_of(trace: Trace) -> dict[str, Any]:
         "task_id": "" if trace.task is None else trace.task.id,
         "split": "" if trace.task is None else str(trace.task.split),
         "kind": "" if trace.task is None else trace.task.kind,
-        "question": seen.asked,
+        "question": seen.question,
         "answer": seen.answer,
         "truth": seen.truth,
         "score": None if trace.score is None else trace.score.value,
@@ -126,12 +126,12 @@ def example_of(trace: Trace) -> dict[str, Any]:
 
 
 def _messages(seen: Timeline) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = [{"role": "user", "content": seen.asked, "tool_calls": []}]
-    if seen.told.strip():
-        said.insert(0, {"role": "system", "content": seen.told, "tool_calls": []})
+    said: list[dict[str, Any]] = [{"role": "user", "content": seen.question, "tool_calls": []}]
+    if seen.instructions.strip():
+        said.insert(0, {"role": "system", "content": seen.instructions, "tool_calls": []})
     for step in seen.steps[:40]:
-        calls = [{"name": call.tool, "arguments": _shown(call.arguments, call.shown)} for call in step.calls]
-        said.append({"role": "assistant", "content": truncate_middle(step.said, 4000), "tool_calls": calls})
+        calls = [{"name": call.tool, "arguments": _shown(call.arguments, call.arguments_text)} for call in step.calls]
+        said.append({"role": "assistant", "content": truncate_middle(step.text, 4000), "tool_calls": calls})
         outputs = [*(call.output for call in step.calls if call.ok is not None or call.output), *step.malformed]
         said += [{"role": "tool", "content": truncate_middle(output, 4000), "tool_calls": []} for output in outputs]
     return said

@@ -36,7 +36,7 @@ def describe_trace(trace: Trace) -> str:
     seen = timeline_of(trace)
     tools = " ".join(call.tool[:40] for step in seen.steps[:12] for call in step.calls[:4])
     errors = " ".join(line[:160] for line in _error_lines(seen))
-    parts = (deciding_tag_name(trace.tags), seen.stop_reason, tools, errors, seen.asked[:240], (seen.answer or "no answer")[:80])
+    parts = (deciding_tag_name(trace.tags), seen.stop_reason, tools, errors, seen.question[:240], (seen.answer or "no answer")[:80])
     return ". ".join(part for part in parts if part)
 
 

@@ -54,7 +54,7 @@ class TraceFilter:
     version: int | None = None
     ids: tuple[str, ...] = ()
 
-    def where(self) -> tuple[str, list[Any]]:
+    def sql_where(self) -> tuple[str, list[Any]]:
         asked = {"tag": self.tag, "kind": self.kind, "why": self.why, "phase": self.phase}
         terms = [f"{name} = ?" for name, value in asked.items() if value]
         values: list[Any] = [value for value in asked.values() if value]

@@ -77,7 +77,7 @@ class WithheldTasks:
     def __len__(self) -> int:
         return len(self.cases)
 
-    def find(self, task: Task) -> tuple[Case, Overlap] | None:
+    def match(self, task: Task) -> tuple[Case, Overlap] | None:
         """The case that a task is the same as, else one that it is a twin of; None for a task that may be trained on."""
         twin = None
         for known, case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
@@ -89,7 +89,7 @@ class WithheldTasks:
         return twin
 
     def __contains__(self, task: object) -> bool:
-        return isinstance(task, Task) and self.find(task) is not None
+        return isinstance(task, Task) and self.match(task) is not None
 
 
 def load_withheld(suites: Sequence[str | Path], *, root: Path) -> WithheldTasks:

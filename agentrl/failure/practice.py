@@ -86,7 +86,7 @@ def _practiced(where: str, line: bytes, withheld: WithheldTasks | None) -> Pract
         raise UserError(f"{where}: task {one.task.id!r} is not the one that was proven", fix=_MAKE)
     if one.task.split is not Split.TRAIN:
         raise UserError(f"{where}: task {one.task.id!r} is of split {one.task.split}, and never trained on", fix=_MAKE)
-    if withheld is not None and (found := withheld.find(one.task)) is not None:
+    if withheld is not None and (found := withheld.match(one.task)) is not None:
         case, likeness = found
         raise UserError(f"{where}: task {one.task.id!r} is the {likeness} of case {case.id}, which is measured with", fix=_MAKE)
     return one

@@ -36,14 +36,14 @@ class PracticeSchedule:
             self._round.append((suite, seen[suite]))
             seen[suite] += 1
 
-    def before(self, group_index: int) -> int:
+    def practice_groups_before(self, group_index: int) -> int:
         """How many of the groups before this one practise."""
         return group_index * self.share.numerator // self.share.denominator
 
-    def task(self, group_index: int) -> Task | None:
+    def task_of_group(self, group_index: int) -> Task | None:
         """The group's task; None when it is a group of the family's own schedule."""
-        number = self.before(group_index)
-        return self._task(number) if self.before(group_index + 1) > number else None
+        number = self.practice_groups_before(group_index)
+        return self._task(number) if self.practice_groups_before(group_index + 1) > number else None
 
     def _task(self, number: int) -> Task:
         rounds, place = divmod(number, len(self._round))

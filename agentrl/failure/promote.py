@@ -29,7 +29,7 @@ class Promotion:
     path: Path | None = None  # of the case that was written; None: none was, its task is in the suite
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         if self.path is None:
             return f"{self.trace}: its task is that of case {self.case} already"
         twin = f" (a near twin of case {self.case}, which is kept, too)" if self.likeness is not None else ""
@@ -126,7 +126,7 @@ def promote(
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
     done: list[Promotion] = []
     for trace, case in cases:
-        found = WithheldTasks(one for one in known if _begin(one) == _begin(case)).find(case.task)
+        found = WithheldTasks(one for one in known if _begin(one) == _begin(case)).match(case.task)
         if found is not None and found[1] is Overlap.SAME:
             done.append(Promotion(trace=trace.id, case=found[0].id, likeness=Overlap.SAME))
             continue

@@ -32,7 +32,7 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._faults)
 
-    def known(self, task_key: str) -> Failure | None:
+    def known_fault(self, task_key: str) -> Failure | None:
         """The fault of a task already in quarantine, else None. Keys are content hashes, so a repaired task has a new one."""
         message = self._faults.get(task_key)
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)

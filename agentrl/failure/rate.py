@@ -45,7 +45,7 @@ class FaultRate:
         self._since = Counter[bool]()  # sound (False) and faulty (True) attempts since `figures` was last asked
         self._exceeded = asyncio.Event()
 
-    def attempt(self, failure: Failure | None) -> None:
+    def record_attempt(self, failure: Failure | None) -> None:
         """Counts an attempt that has ended; `failure` is its fault, None when it was scored."""
         kind = None
         if failure is not None:
@@ -74,13 +74,13 @@ class FaultRate:
         """Faults among the newest attempts, by stage and kind."""
         return Counter(kind for kind in self._newest if kind is not None)
 
-    def figures(self) -> dict[str, float]:
+    def attempt_metrics(self) -> dict[str, float]:
         """Attempts that have ended since the last call, and how many of them failed; for the metrics of a step."""
         ended, failed = self._since.total(), self._since[True]
         self._since.clear()
         return {"attempts_ended": ended, "attempts_failed": failed}
 
-    def suspects(self) -> dict[str, float]:
+    def suspect_metrics(self) -> dict[str, float]:
         """The number of attempts since the last call that failed after the policy's first turn, for the metrics of a step.
 
         Attempts that a dead or slow inference server ended do not count.
@@ -88,7 +88,7 @@ class FaultRate:
         spoken, self._since_spoken = self._since_spoken, 0
         return {"attempts_failed_spoken": spoken}
 
-    def suspicion(self) -> str:
+    def suspect_alert(self) -> str:
         """An alert if the share of such attempts rises above `MAX_SUSPECT_SHARE`; else ""."""
         kinds = Counter(kind for kind in self._spoken if kind is not None)
         before, self._suspected = (

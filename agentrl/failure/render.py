@@ -54,9 +54,9 @@ def _head(trace: Trace, seen: Timeline) -> Iterator[str]:
         yield f"from  {origin}"
     for gap in trace.missing[:12]:
         yield f"missing  {one_line(gap)}"
-    if seen.told.strip():
-        yield from ("", "instructions", *_body(seen.told))
-    yield from ("", "question", *_body(seen.asked or "(none)"))
+    if seen.instructions.strip():
+        yield from ("", "instructions", *_body(seen.instructions))
+    yield from ("", "question", *_body(seen.question or "(none)"))
 
 
 def _turn(step: TraceStep, seen: Timeline, failing: tuple[int, int | None] | None, room: int) -> Iterator[str]:
@@ -65,20 +65,20 @@ def _turn(step: TraceStep, seen: Timeline, failing: tuple[int, int | None] | Non
     several = any(other.trajectory != 0 for other in seen.steps)
     who = f" of {one_line(step.agent, 40) or 'agent'} ({step.trajectory})" if several else ""
     yield ""
-    yield f"{_MARK if marked else '  '} turn {step.turn + 1}{who}{'  (cut: out of tokens)' if step.cut else ''}"
-    if step.said.strip():
-        yield from _body(step.said, most)
+    yield f"{_MARK if marked else '  '} turn {step.turn + 1}{who}{'  (cut: out of tokens)' if step.truncated else ''}"
+    if step.text.strip():
+        yield from _body(step.text, most)
     for call in step.calls:
         yield f"     call {one_line(call.tool, 80)}"
         single = next(iter(call.arguments.values())) if len(call.arguments) == 1 else None
-        yield from _body(single if isinstance(single, str) else call.shown, most, deep=True)
+        yield from _body(single if isinstance(single, str) else call.arguments_text, most, deep=True)
         ended = {True: "gave", False: "failed", None: "gave (nothing says how it ended)" if call.output else "was not answered"}[call.ok]
         yield f"     {ended}"
         yield from _body(call.output, most, deep=True) if call.output.strip() else ()
     for error in step.malformed:
         yield "     a call that could not be read"
         yield from _body(error, most, deep=True)
-    if not step.said.strip() and not step.calls and not step.malformed:
+    if not step.text.strip() and not step.calls and not step.malformed:
         yield "     (nothing)"
 
 

@@ -118,7 +118,7 @@ def infrastructure(trace: Trace) -> Tag | None:
         for call in step.calls:
             if _down(call) and not _blamed(trace, call) and not _went_well(seen, place, step.trajectory, call.tool):
                 return _at(step, "infrastructure", 0.8, f"{call.tool}: {_line(call.output) or call.error}")
-    ended = seen.last is not None and not seen.last.calls
+    ended = seen.last_step is not None and not seen.last_step.calls
     failed = [one.removeprefix(_MODEL_FAILED).partition(" (")[0] for one in trace.missing if one.startswith(_MODEL_FAILED)]
     if not ended and any(is_outage_name(one) or outage_phrase(one) for one in failed):
         return Tag(name="infrastructure", by="rules", confidence=0.7, note=f"the model's call failed: {failed[0]}"[:400])
@@ -140,13 +140,19 @@ def reward_hack(trace: Trace) -> Tag | None:
         return Tag(name="reward_hack", by="rules", note=trace.origin.get("audit", "")[:400])
     seen = timeline_of(trace)
     for step, call in _calls(seen):
-        found = _HACKS.search(call.shown) or (_LOADED.search(call.shown) if _WRITES.search(call.shown) else None)
-        if found and found[0] not in seen.asked and found[0] not in seen.told:
+        found = _HACKS.search(call.arguments_text) or (_LOADED.search(call.arguments_text) if _WRITES.search(call.arguments_text) else None)
+        if found and found[0] not in seen.question and found[0] not in seen.instructions:
             return _at(step, "reward_hack", 0.7, f"{call.tool} reaches for {found[0]!r}")
-    if trace.score is None or seen.answer is None or seen.last is None or _JUDGED.search(seen.asked) or _JUDGED.search(seen.truth or ""):
+    if (
+        trace.score is None
+        or seen.answer is None
+        or seen.last_step is None
+        or _JUDGED.search(seen.question)
+        or _JUDGED.search(seen.truth or "")
+    ):
         return None
     if said := _TO_A_JUDGE.search(seen.answer):
-        return _at(seen.last, "reward_hack", 0.7, f"the answer talks to whoever judges it: {said[0]!r}")
+        return _at(seen.last_step, "reward_hack", 0.7, f"the answer talks to whoever judges it: {said[0]!r}")
     return None
 
 
@@ -156,14 +162,14 @@ def format_of_calls(trace: Trace) -> Tag | None:
     for place, step in enumerate(seen.steps):
         if step.malformed and not _went_well(seen, place, step.trajectory):
             return _at(step, "format", 0.95, _line(step.malformed[0]))
-        if not step.calls and not step.malformed and not step.cut and _UNREAD_CALL.search(step.said) and step is seen.steps[-1]:
+        if not step.calls and not step.malformed and not step.truncated and _UNREAD_CALL.search(step.text) and step is seen.steps[-1]:
             return _at(step, "format", 0.8, "a tool call in the text, which was not read as one")
-    last = seen.last
-    if last is not None and not last.calls and not last.malformed and not last.cut and seen.offered:
-        written = _WRITTEN_CALL.search(last.said)
-        if written and written[1] in seen.offered:
+    last = seen.last_step
+    if last is not None and not last.calls and not last.malformed and not last.truncated and seen.offered_tools:
+        written = _WRITTEN_CALL.search(last.text)
+        if written and written[1] in seen.offered_tools:
             return _at(last, "format", 0.7, f"a call of {written[1]} in the text, which was not read as one")
-        if _WRITTEN_CODE.search(last.said) and seen.offered.keys() & {"python", "python_session", "shell"}:
+        if _WRITTEN_CODE.search(last.text) and seen.offered_tools.keys() & {"python", "python_session", "shell"}:
             return _at(last, "format", 0.6, "code in the text, which no tool was given")
     return None
 
@@ -171,17 +177,17 @@ def format_of_calls(trace: Trace) -> Tag | None:
 def format_of_answer(trace: Trace) -> Tag | None:
     """The right answer, not handed in as the task wants it: in the text and not through the tool, or with words around it."""
     seen = timeline_of(trace)
-    if seen.truth is None or not seen.steps or seen.last is None:
+    if seen.truth is None or not seen.steps or seen.last_step is None:
         return None
-    if seen.answer is None and seen.stop_reason == "answered" and contains_answer(seen.truth, seen.last.said, seen.tolerance):
-        return _at(seen.last, "format", 0.9, "the answer is in the text, and was not handed in")
+    if seen.answer is None and seen.stop_reason == "answered" and contains_answer(seen.truth, seen.last_step.text, seen.tolerance):
+        return _at(seen.last_step, "format", 0.9, "the answer is in the text, and was not handed in")
     if seen.answer is None or seen.answer == seen.truth:
         return None
     if is_right_answer(seen.answer, seen.truth, seen.tolerance):
         wrong = trace.score is not None and trace.score.value is not None and not is_above(trace.score.value, 0.0)
-        return _at(seen.last, "format", 0.7, "the right answer in another form, which was not accepted") if wrong else None
+        return _at(seen.last_step, "format", 0.7, "the right answer in another form, which was not accepted") if wrong else None
     if len(seen.answer) <= 400 and contains_only_answer(seen.truth, seen.answer, seen.tolerance):
-        return _at(seen.last, "format", 0.8, "the answer holds the right one, and more")
+        return _at(seen.last_step, "format", 0.8, "the answer holds the right one, and more")
     return None
 
 
@@ -190,7 +196,7 @@ def wrong_tool(trace: Trace) -> Tag | None:
     seen = timeline_of(trace)
     for place, step in enumerate(seen.steps):
         for call in step.calls:
-            strange = seen.offered is not None and call.tool not in seen.offered
+            strange = seen.offered_tools is not None and call.tool not in seen.offered_tools
             missing = call.failed and _NO_TOOL.search(call.output[:400]) is not None
             if (missing or (strange and call.ok is not True)) and not _went_well(seen, place, step.trajectory):
                 return _at(step, "wrong_tool", 0.95 if missing else 0.8, f"there is no tool {call.tool[:64]!r}")
@@ -216,7 +222,7 @@ def bad_arguments(trace: Trace) -> Tag | None:
 def misread_output(trace: Trace) -> Tag | None:
     """A tool had given the answer on a line of its own (or in few words), and the agent handed in another."""
     seen = timeline_of(trace)
-    if seen.answer is None or not seen.steps or seen.last is None:
+    if seen.answer is None or not seen.steps or seen.last_step is None:
         return None
     if seen.truth is not None and is_right_answer(seen.answer, seen.truth, seen.tolerance):
         return None
@@ -227,7 +233,7 @@ def misread_output(trace: Trace) -> Tag | None:
         near = len(seen.truth) >= 4 and any(contains_answer(seen.truth, output, 0.0) for output in short)
         near = near or (parse_number(seen.truth) is not None and any(contains_only_answer(seen.truth, output, 0.0) for output in short))
         if given or near:
-            return _at(seen.last, "misread_output", 0.9 if given else 0.6, "a tool gave the right answer, and another was handed in")
+            return _at(seen.last_step, "misread_output", 0.9 if given else 0.6, "a tool gave the right answer, and another was handed in")
         return None
     final = nonblank_lines(heard[-1].output) if heard else []
     if (
@@ -236,7 +242,7 @@ def misread_output(trace: Trace) -> Tag | None:
         and parse_number(seen.answer) is not None
         and not is_right_answer(seen.answer, final[0], 0.0)
     ):
-        return _at(seen.last, "misread_output", 0.5, "the tool's last output is another number than the answer")
+        return _at(seen.last_step, "misread_output", 0.5, "the tool's last output is another number than the answer")
     return None
 
 
@@ -248,7 +254,7 @@ def looped(trace: Trace) -> Tag | None:
     second: dict[tuple[int, int, str], tuple[TraceStep, int]] = {}
     news: Counter[int] = Counter()  # trajectory -> calls that told it something new
     for step, call in _calls(seen):
-        key = (step.trajectory, call.same, call.output)
+        key = (step.trajectory, call.call_hash, call.output)
         counts[key] += 1
         if counts[key] == 1:
             news[step.trajectory] += 1
@@ -257,12 +263,12 @@ def looped(trace: Trace) -> Tag | None:
         elif counts[key] == _REPEATS:
             return _at(second[key][0], "looped", 0.9, f"{call.tool} was called alike {_REPEATS} times or more, and gave the same")
     for step in seen.steps:
-        if step.cut and _repeats_itself(step.said):
+        if step.truncated and _repeats_itself(step.text):
             return _at(step, "looped", 0.85, "the text repeats itself until its tokens ran out")
-    said = Counter((step.trajectory, step.said.strip()) for step in seen.steps if len(step.said.strip()) >= 20 and not step.calls)
+    said = Counter((step.trajectory, step.text.strip()) for step in seen.steps if len(step.text.strip()) >= 20 and not step.calls)
     for (trajectory, words), times in said.items():
         if times >= _REPEATS:
-            step = [one for one in seen.steps if one.trajectory == trajectory and one.said.strip() == words][1]
+            step = [one for one in seen.steps if one.trajectory == trajectory and one.text.strip() == words][1]
             return _at(step, "looped", 0.8, "the agent said the same three times or more")
     return None
 
@@ -270,17 +276,17 @@ def looped(trace: Trace) -> Tag | None:
 def gave_up(trace: Trace) -> Tag | None:
     """The last turn says that it cannot, or nothing; or what was handed in is no answer."""
     seen = timeline_of(trace)
-    step = seen.last
-    if step is None or seen.limited or step.cut or step.malformed:
+    step = seen.last_step
+    if step is None or seen.hit_limit or step.truncated or step.malformed:
         return None
     if seen.answer is not None and _no_answer(seen.answer) and not _no_answer(seen.truth or "0"):
         return _at(step, "gave_up", 0.85, "what was handed in is no answer")
     if step.calls:
         return None
-    if not step.said.strip():
+    if not step.text.strip():
         return _at(step, "gave_up", 0.8, "the agent ended without a word")
-    if len(step.said) <= 2000 and _GIVES_UP.search(step.said):
-        return _at(step, "gave_up", 0.85, _line(step.said))
+    if len(step.text) <= 2000 and _GIVES_UP.search(step.text):
+        return _at(step, "gave_up", 0.85, _line(step.text))
     return None
 
 
@@ -288,11 +294,11 @@ def forbidden_tool(trace: Trace) -> Tag | None:
     """A tool that the task says not to use, or a call that does what it says not to do."""
     seen = timeline_of(trace)
     for forbids, does, told in _DEEDS:
-        if forbids.search(f"{seen.told}\n{seen.asked}"):
+        if forbids.search(f"{seen.instructions}\n{seen.question}"):
             for step, call in _calls(seen):
-                if does.search(call.shown):
+                if does.search(call.arguments_text):
                     return _at(step, "ignored_instruction", 0.7, f"{call.tool} {told}")
-    forbidden = {name.lower() for name in _FORBIDS.findall(f"{seen.told}\n{seen.asked}")}
+    forbidden = {name.lower() for name in _FORBIDS.findall(f"{seen.instructions}\n{seen.question}")}
     for step, call in _calls(seen):
         if call.tool.lower() in forbidden:
             return _at(step, "ignored_instruction", 0.85, f"the task forbids {call.tool}")
@@ -302,16 +308,22 @@ def forbidden_tool(trace: Trace) -> Tag | None:
 def ignored_instruction(trace: Trace) -> Tag | None:
     """An answer without a look at the files, one that was not handed in, or words around an answer that was to stand alone."""
     seen = timeline_of(trace)
-    if not seen.steps or seen.last is None or seen.limited or seen.last.cut or seen.last.malformed:
+    if not seen.steps or seen.last_step is None or seen.hit_limit or seen.last_step.truncated or seen.last_step.malformed:
         return None
     looked = any(call.tool not in _HANDS_IN for _, call in _calls(seen))
-    others = seen.offered is None or any(name not in _HANDS_IN for name in seen.offered)
+    others = seen.offered_tools is None or any(name not in _HANDS_IN for name in seen.offered_tools)
     if seen.files and others and not looked and seen.answer is not None and not seen.more_turns:
-        return _at(seen.last, "ignored_instruction", 0.7, "an answer without a look at the files")
-    if seen.answer is None and seen.stop_reason == "answered" and seen.last.said.strip() and seen.offered and "submit" in seen.offered:
-        return _at(seen.last, "ignored_instruction", 0.6, "the answer was told, and not handed in")
-    if seen.answer is not None and len(seen.answer.split()) > 12 and _ALONE.search(f"{seen.told}\n{seen.asked}"):
-        return _at(seen.last, "ignored_instruction", 0.6, "the answer was to stand alone")
+        return _at(seen.last_step, "ignored_instruction", 0.7, "an answer without a look at the files")
+    if (
+        seen.answer is None
+        and seen.stop_reason == "answered"
+        and seen.last_step.text.strip()
+        and seen.offered_tools
+        and "submit" in seen.offered_tools
+    ):
+        return _at(seen.last_step, "ignored_instruction", 0.6, "the answer was told, and not handed in")
+    if seen.answer is not None and len(seen.answer.split()) > 12 and _ALONE.search(f"{seen.instructions}\n{seen.question}"):
+        return _at(seen.last_step, "ignored_instruction", 0.6, "the answer was to stand alone")
     return None
 
 
@@ -324,12 +336,12 @@ def budget(trace: Trace) -> Tag | None:
                 return _at(step, "budget", 0.8, f"{call.tool}: {_line(call.output, last=True)}")
             if _USED_UP in call.output:
                 return _at(step, "budget", 0.6, _USED_UP)
-    if seen.limited and seen.last is not None:
-        return _at(seen.last, "budget", 0.8, seen.stop_reason)
-    if seen.limited or trace.why in (CaptureReason.LIMIT, CaptureReason.TIMEOUT):
+    if seen.hit_limit and seen.last_step is not None:
+        return _at(seen.last_step, "budget", 0.8, seen.stop_reason)
+    if seen.hit_limit or trace.why in (CaptureReason.LIMIT, CaptureReason.TIMEOUT):
         return Tag(name="budget", by="rules", confidence=0.8, note=seen.stop_reason or str(trace.why))
-    if seen.last is not None and seen.last.cut:
-        return _at(seen.last, "budget", 0.8, "the tokens of a turn ran out")
+    if seen.last_step is not None and seen.last_step.truncated:
+        return _at(seen.last_step, "budget", 0.8, "the tokens of a turn ran out")
     return None
 
 
@@ -402,7 +414,7 @@ def _late(call: TraceCall) -> bool:
 
 def _lacking(seen: Timeline, call: TraceCall) -> str:
     """Which arguments a call lacks by its tool's schema, where there is one and the call did not go well all the same."""
-    schema: Any = (seen.offered or {}).get(call.tool)
+    schema: Any = (seen.offered_tools or {}).get(call.tool)
     required = schema.get("required") if schema and call.ok is not True else None
     if not isinstance(required, list):
         return ""

@@ -38,8 +38,8 @@ class TraceCall:
 
     tool: str
     arguments: Mapping[str, Any]
-    shown: str  # the arguments as text
-    same: int  # equal for calls that are alike in name and arguments, within one process
+    arguments_text: str  # the arguments as text
+    call_hash: int  # equal for calls that are alike in name and arguments, within one process
     output: str = ""
     ok: bool | None = None
     error: str = ""  # the type of the error that it failed with, if that is known
@@ -56,10 +56,10 @@ class TraceStep:
     trajectory: int
     turn: int
     agent: str
-    said: str
+    text: str
     calls: tuple[TraceCall, ...] = ()
     malformed: tuple[str, ...] = ()  # what was said of calls that could not be read
-    cut: bool = False  # the completion ran out of tokens
+    truncated: bool = False  # the completion ran out of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ class Timeline:
     """A trace as rules read it."""
 
     steps: tuple[TraceStep, ...]  # as they happened: a sub-agent's turns follow the one that called it
-    asked: str  # the last message of the prompt
-    told: str  # the prompt's other messages: instructions
-    offered: Mapping[str, Mapping[str, Any]] | None  # tool -> schema; None: nothing says which there were
+    question: str  # the last message of the prompt
+    instructions: str  # the prompt's other messages: instructions
+    offered_tools: Mapping[str, Mapping[str, Any]] | None  # tool -> schema; None: nothing says which there were
     files: bool = False  # whether the task gave files to look at
     stop_reason: str = ""  # of the main agent; empty: nothing says how it ended
     answer: str | None = None
@@ -79,16 +79,16 @@ class Timeline:
     _places: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
-    def last(self) -> TraceStep | None:
+    def last_step(self) -> TraceStep | None:
         """The last turn of the main agent."""
         return next((step for step in reversed(self.steps) if step.agent == self.steps[0].agent), None)
 
     @property
-    def limited(self) -> bool:
+    def hit_limit(self) -> bool:
         """Whether a limit ended it."""
         return self.stop_reason not in _ENDS_OTHERWISE
 
-    def place(self, trajectory: int, turn: int | None) -> int:
+    def step_index(self, trajectory: int, turn: int | None) -> int:
         """Where a turn stands in `steps`; -1 for the whole episode, and past all others for one that is not there."""
         return -1 if turn is None else self._places.get((trajectory, turn), len(self.steps))
 
@@ -128,9 +128,9 @@ def _of_episode(trace: Trace, episode: Episode) -> Timeline:
     truth, tolerance = task.data.get("answer"), task.data.get("tolerance")
     return Timeline(
         steps=tuple(steps),
-        asked=truncate_middle(task.prompt[-1].content),
-        told=truncate_middle("\n".join(message.content for message in task.prompt[:-1])),
-        offered=None if any(":" in name for name in task.tools) else {name: {} for name in task.tools},
+        question=truncate_middle(task.prompt[-1].content),
+        instructions=truncate_middle("\n".join(message.content for message in task.prompt[:-1])),
+        offered_tools=None if any(":" in name for name in task.tools) else {name: {} for name in task.tools},
         files=bool(task.files or task.binary_files),
         stop_reason=episode.stop_reason,
         answer=None if episode.answer is None else truncate_middle(episode.answer),
@@ -176,10 +176,10 @@ def _step(index: int, number: int, agent: str, turn: Turn) -> TraceStep:
         trajectory=index,
         turn=number,
         agent=agent,
-        said=truncate_middle(turn.message.content),
+        text=truncate_middle(turn.message.content),
         calls=tuple(calls),
         malformed=unread[:MAX_CALLS],
-        cut=turn.finish_reason != "stop",
+        truncated=turn.finish_reason != "stop",
     )
 
 
@@ -192,8 +192,8 @@ def _call(call: ToolCall, output: str, ok: bool | None, answer: ImportedMessage 
     return TraceCall(
         tool=call.name[:256],
         arguments=call.arguments,
-        shown=truncate_middle(text),
-        same=same,
+        arguments_text=truncate_middle(text),
+        call_hash=same,
         output=truncate_middle(output),
         ok=ok,
         error=error,
@@ -219,7 +219,7 @@ def _of_words(trace: Trace) -> Timeline:
             line = numbers.setdefault(one.agent, len(numbers))
             turn = counted[one.agent] = counted.get(one.agent, -1) + 1
             ids |= {name: (len(steps), place) for place, name in enumerate(one.call_ids[:MAX_CALLS])}
-            steps.append(TraceStep(trajectory=line, turn=turn, agent=one.agent, said=truncate_middle(one.message.content)))
+            steps.append(TraceStep(trajectory=line, turn=turn, agent=one.agent, text=truncate_middle(one.message.content)))
             answered.append({})
             spoken.append(one)
         elif role == "tool":
@@ -235,15 +235,15 @@ def _of_words(trace: Trace) -> Timeline:
             for found in (answered[index].get(place),)
         )
         steps[index] = TraceStep(
-            trajectory=steps[index].trajectory, turn=steps[index].turn, agent=one.agent, said=steps[index].said, calls=calls
+            trajectory=steps[index].trajectory, turn=steps[index].turn, agent=one.agent, text=steps[index].text, calls=calls
         )
     final = steps[-1] if steps else None
     return Timeline(
         steps=tuple(steps),
-        asked=truncate_middle(prompt[-1].content) if prompt else "",
-        told=truncate_middle("\n".join(message.content for message in prompt[:-1])),
-        offered=_schemas(trace.tools),
-        answer=final.said if final is not None and not final.calls and final.said.strip() else None,
+        question=truncate_middle(prompt[-1].content) if prompt else "",
+        instructions=truncate_middle("\n".join(message.content for message in prompt[:-1])),
+        offered_tools=_schemas(trace.tools),
+        answer=final.text if final is not None and not final.calls and final.text.strip() else None,
         more_turns=more,
         _places=_placed(steps),
     )

@@ -84,7 +84,7 @@ def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
     for number, rule in enumerate(rules):
         tag = _asked(rule, trace)
         if tag is not None:
-            tags.append(((tag.confidence < MIN_CONFIDENCE, seen.place(tag.trajectory, tag.turn), number), tag))
+            tags.append(((tag.confidence < MIN_CONFIDENCE, seen.step_index(tag.trajectory, tag.turn), number), tag))
     tags.sort(key=lambda item: item[0])
     chosen = [tag for _, tag in tags[:MAX_TAGS]]
     if not chosen or chosen[0].confidence < MIN_CONFIDENCE:

@@ -22,7 +22,7 @@ class WithholdingLog:
         self._told = {line["task_key"] for line in read_json_lines(self._path)}
 
     def __contains__(self, task: object) -> bool:
-        found = self._withheld.find(task) if isinstance(task, Task) else None
+        found = self._withheld.match(task) if isinstance(task, Task) else None
         if found is None or not isinstance(task, Task):
             return False
         if task.key not in self._told:

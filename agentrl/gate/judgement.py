@@ -158,7 +158,7 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
     for (image, _), why in broken.items():
         run.tracker.alert(f"gate: the cases of image {image} cannot be tried: {why}")
     runner, phase = _runner(run), f"gate{version.number:06d}"
-    run.capture.begin("gate", step=version.number, place=phase)
+    run.capture.reset_phase("gate", step=version.number, place=phase)
     attempt = partial(
         run_cases,
         runner,
@@ -166,7 +166,7 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
         version=version.number,
         broken=broken,
         on_done=run.tracker.evaluating if run.gate_server is None else lambda done, total: None,  # beside others: its stage is theirs
-        on_scored=partial(run.capture.episode, phase="gate", step=version.number, place=phase),
+        on_scored=partial(run.capture.capture_episode, phase="gate", step=version.number, place=phase),
     )
     tried = await attempt(suite.cases, lambda case: range(case_repeats(case, gate.repeats)))
     reference = _reference(run, suite, version)
@@ -276,7 +276,7 @@ def _runner(run: Run) -> GroupRunner:
         return runner
     policy, rollout = run.gate_server.policy, run.recipe.rollout
     slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
-    return replace(runner, runner=replace(runner.runner, policy=policy, hosted=policy.episode, pace=Pace()), slots=slots)
+    return replace(runner, runner=replace(runner.runner, policy=policy, router=policy.episode, pace=Pace()), slots=slots)
 
 
 def _reference(run: Run, suite: Suite, candidate: PolicyVersion) -> SuiteResults | None:
@@ -295,7 +295,7 @@ def _regressions(
     run: Run, reference: SuiteResults, found: SuiteResults, judgement: RuleResult, tried: Sequence[SuiteAttempt]
 ) -> tuple[CaseRegression, ...]:
     before = {one["episode"]: one for one in read_json_lines(evaluation_folder(run.folder, reference.about.version) / results.EPISODES)}
-    now_said = {one.attempt.episode: one.words for one in tried}
+    now_said = {one.attempt.episode: one.transcript for one in tried}
     named = [one.case for one in judgement.regressed] or _fell(reference.scores(), found.scores())[:_SHOWN]
     shown = []
     for case in named:
@@ -315,7 +315,7 @@ def _fell(before: Scores, after: Scores) -> list[str]:
 
 def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None:
     """An attempt at the case that passed, or that did not."""
-    bar = evaluation.about.bar(case)
+    bar = evaluation.about.pass_threshold(case)
     found = (one for one in evaluation.attempts if one.case == case and one.score is not None and attempt_passes(one.score, bar) is passed)
     return next((one.episode for one in found), None)
 

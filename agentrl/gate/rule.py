@@ -50,13 +50,13 @@ class GateRule(Record):
     threshold: float = 1.0
     thresholds: Mapping[str, float] = field(default_factory=dict)  # of the cases that have one of their own
 
-    def names(self, cases: int, before: int, now: int) -> bool:
+    def can_block(self, cases: int, before: int, now: int) -> bool:
         """Whether a case with these numbers of attempts can block in a suite of this size: whether the change from always passed to never
         passed would be significant."""
         best = fisher_p_value(0, now + self.confirm, before, before)
         return can_trigger_retry(before, now) and best <= self.case_alpha / cases
 
-    def bar(self, case: str) -> float:
+    def pass_threshold(self, case: str) -> float:
         """Score from which an attempt at a case has passed."""
         return self.thresholds.get(case, self.threshold)
 
@@ -173,7 +173,7 @@ def attempt_passes(score: float | None, threshold: float) -> bool:
 
 def _nameable(rule: GateRule, before: Scores, now: Scores) -> list[str]:
     """The cases that can block, by how often they were to be tried."""
-    return [case for case in before.keys() & now.keys() if rule.names(len(before), len(before[case]), len(now[case]))]
+    return [case for case in before.keys() & now.keys() if rule.can_block(len(before), len(before[case]), len(now[case]))]
 
 
 def _holds(rule: GateRule, case: str, now: Scores, again: Scores) -> bool:
@@ -185,7 +185,7 @@ def _holds(rule: GateRule, case: str, now: Scores, again: Scores) -> bool:
 def _drop(rule: GateRule, case: str, before: Scores, now: Scores, again: Scores) -> CaseDrop:
     reference = [score for score in before[case] if score is not None]
     candidate = [score for score in (*now[case], *again.get(case, ())) if score is not None]
-    counts = [sum(attempt_passes(score, rule.bar(case)) for score in scores) for scores in (candidate, reference)]
+    counts = [sum(attempt_passes(score, rule.pass_threshold(case)) for score in scores) for scores in (candidate, reference)]
     p_value = fisher_p_value(counts[0], len(candidate), counts[1], len(reference))
     return CaseDrop(
         case=case, before_passed=counts[1], before_tries=len(reference), passed=counts[0], tries=len(candidate), p_value=p_value

@@ -43,7 +43,7 @@ class GateSchedule:
         self._judgement: asyncio.Task[None] | None = None
         self._seen: set[tuple[int, str]] = set()  # number and sha256 of versions that were judged, or are being judged
 
-    async def look(self) -> None:
+    async def evaluate_due(self) -> None:
         """Judges what is due, or begins to."""
         run = self._run
         if run.recipe.gate is None:

@@ -44,7 +44,7 @@ class GateServer:
         """Returns once it serves this version. Raises `SwapError` where it refuses it, and `ServingError` where it does not come back."""
         self._version = version
         if (self.policy.version, self.policy.sha256) != (version.number, version.sha256):
-            await self.policy.bring(version)
+            await self.policy.load_with_retries(version)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
         """Restarts it when it dies, with the version that it was given last, or with version 0, whose weights always stay, where those are

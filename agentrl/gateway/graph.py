@@ -150,7 +150,7 @@ class ConversationGraph:
     )  # its calls that nothing has answered, and no sub-agent has begun at
     _answered: dict[SampledTurn, set[int]] = field(default_factory=dict)  # those that were answered first, of the newest turns
 
-    def place(self, asked: CompletionRequest) -> ContextMatch:
+    def locate(self, asked: CompletionRequest) -> ContextMatch:
         """Where a request belongs. Takes time in proportion to its size."""
         system, lengths = _lines(asked.system)
         tools = _tools_digest(asked)
@@ -180,7 +180,7 @@ class ConversationGraph:
             return None, ()
         return node, _renamed(asked.messages, at, node)
 
-    def rejoined(self, asked: CompletionRequest) -> CompletionRequest:
+    def rejoin(self, asked: CompletionRequest) -> CompletionRequest:
         """The request with sampled turns joined again, if the client sends their calls one by one, each with its result."""
         made: list[RequestMessage] = []
         turn: tuple[int, SampledTurn] | None = None  # its index in `made`, and the turn

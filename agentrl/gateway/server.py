@@ -197,7 +197,7 @@ class Gateway:
         gone = asyncio.Event()
         watching = asyncio.create_task(watch(request, gone))
         try:
-            answer, delivered = await session.ask(asked, gone=gone)
+            answer, delivered = await session.complete(asked, gone=gone)
         finally:
             watching.cancel()
         if gone.is_set() and not request.scope.get(HALF_CLOSED):
@@ -205,7 +205,7 @@ class Gateway:
         if not gone.is_set():
             delivered()
         if asked.options.get("stored"):
-            session.kept[answer.id] = protocol.write(answer, asked)
+            session.stored_answers[answer.id] = protocol.write(answer, asked)
         if not asked.stream:
             return json_response(protocol.write(answer, asked))
         from starlette.responses import Response
@@ -228,7 +228,7 @@ class Gateway:
 
     async def _stored(self, session: Session, request: Request) -> Response:
         name = request.path_params["name"]
-        stored = session.kept.get(name.removeprefix("resp_"))
+        stored = session.stored_answers.get(name.removeprefix("resp_"))
         if stored is None:
             raise RequestError("not_found", f"Response with id {name[:100]!a} not found.")
         return json_response(stored)

@@ -64,7 +64,7 @@ class Session:
     limit: str = ""  # "turn_limit" or "wall_limit" once it is reached; "refused" after too many refusals
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
-    kept: dict[str, Any] = field(default_factory=dict)  # id -> stored answer, as it was written
+    stored_answers: dict[str, Any] = field(default_factory=dict)  # id -> stored answer, as it was written
     stalls: loop_lag.StallCount | None = field(default_factory=loop_lag.current_stalls)  # of the episode, which its requests do not excuse
     _refused: int = 0
     _graph: ConversationGraph = field(default_factory=ConversationGraph)
@@ -76,7 +76,7 @@ class Session:
     _asides: set[int] = field(default_factory=set)  # trajectories that may be auxiliary
     _answered_at: dict[int, float] = field(default_factory=dict)
 
-    async def ask(self, asked: CompletionRequest, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
+    async def complete(self, asked: CompletionRequest, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
         """An answer, and what to call once its client has it.
 
         The same request again gets the same answer where nobody has got that yet, or where the client says that it asks once more.
@@ -89,8 +89,8 @@ class Session:
             Refused: with the reason.
         """
         self._check(asked)
-        asked = self._graph.rejoined(asked)
-        place = self._graph.place(asked)
+        asked = self._graph.rejoin(asked)
+        place = self._graph.locate(asked)
         shape = json.dumps(asked.shape, sort_keys=True)
         options = (asked.max_tokens, asked.calls, asked.single, asked.strict, asked.stop, asked.forced, shape)
         same = (place.end.digest, place.system, place.tools, asked.after, *options)
@@ -110,7 +110,7 @@ class Session:
             raise RequestError("too_many", f"The tokens of {MAX_REFUSED} requests of this session were counted.")
         if asked.chars > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens:
             raise _too_long()
-        asked = self._graph.rejoined(asked)
+        asked = self._graph.rejoin(asked)
         before, new = self._graph.goes_on(asked)
         with contextlib.suppress(NotAppended):
             if before is not None:
@@ -126,7 +126,7 @@ class Session:
             raise RequestError(
                 "unknown_model", f"The model {asked.model[:100]!a} does not exist or you do not have access to it.", param="model"
             )
-        if asked.after and asked.after not in self.kept:
+        if asked.after and asked.after not in self.stored_answers:
             raise RequestError("not_found", f"Previous response with id {asked.after[:100]!a} not found.", param="previous_response_id")
         if not asked.messages and not asked.after:
             raise RequestError("invalid", "messages must hold a message that is not of the system.", param="messages")
@@ -156,7 +156,7 @@ class Session:
             limit = line.limit()
         except TaskError as error:
             if not self._busy:
-                self.broken(error)
+                self.fail(error)
                 raise RequestError("context_length", error.message) from None
             limit = "token_limit"  # it would fit, but for those under way
         if limit == TIME_UP:
@@ -260,7 +260,7 @@ class Session:
         except RequestError:
             raise
         except Exception as error:
-            self.broken(error)
+            self.fail(error)
             raise RequestError("failed", "The policy cannot be asked at the moment.") from error
         finally:
             self._busy.discard(line.index)
@@ -295,7 +295,7 @@ class Session:
         schemas = {tool["function"]["name"]: tool for tool in asked.known_tools if tool["function"]["name"] in asked.strict}
         withheld: dict[int, str] = {}
         for number, call in enumerate(parsed.message.tool_calls):
-            if call.name in schemas and (wrong := self.tokens.chat.problems(schemas[call.name], call.arguments)):
+            if call.name in schemas and (wrong := self.tokens.chat.argument_errors(schemas[call.name], call.arguments)):
                 withheld[number] = f"error: this call was not made: {wrong}"
             elif asked.single and len(withheld) < number:
                 withheld[number] = "error: this call was not made: only one tool call at a time"
@@ -379,13 +379,13 @@ class Session:
         """Ends the session because the gateway failed on a request. After the policy's first answer, the request contains its text, and the
         episode is scored. Before that, it is an infrastructure fault."""
         if not self.counts["answered"] or isinstance(error, InfrastructureError):
-            self.broken(error)
+            self.fail(error)
             return
         fault = PolicyFault(f"the gateway failed on a request that contains the policy's text: {user_code.describe_error(error, 1000)}")
         fault.__cause__ = error
-        self.broken(fault)
+        self.fail(fault)
 
-    def broken(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends the session with a fault that is not the program's; the first one counts."""
         if self.fault is None:
             self.fault = error

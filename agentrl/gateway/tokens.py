@@ -31,7 +31,7 @@ class Parsed(Protocol):
         ...
 
     @property
-    def ids(self) -> tuple[str, ...]:
+    def call_ids(self) -> tuple[str, ...]:
         """What the model calls each of the message's tool calls; empty where its form has no ids."""
         ...
 
@@ -76,7 +76,7 @@ class Chat(Protocol):
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> Parsed: ...
 
-    def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
         ...
 
@@ -89,9 +89,9 @@ class Chat(Protocol):
         """Whether a completion starts inside a reasoning block."""
         ...
 
-    def fenced(self, message: Message) -> Message: ...
+    def escape_message(self, message: Message) -> Message: ...
 
-    def fenced_value(self, value: Any) -> Any: ...
+    def escape_value(self, value: Any) -> Any: ...
 
 
 class NotAppended(Exception):
@@ -110,8 +110,8 @@ class ConversationTokens:
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of a whole context, up to where the completion begins. Raises `RequestError` for what the template does not take."""
-        clean = [self.chat.fenced(one) for one in messages]
-        ids = self._open(clean, [self.chat.fenced_value(one) for one in tools])
+        clean = [self.chat.escape_message(one) for one in messages]
+        ids = self._open(clean, [self.chat.escape_value(one) for one in tools])
         self._check(ids, messages, tools)
         return ids
 
@@ -131,16 +131,16 @@ class ConversationTokens:
         answers = {one.call_id: one.message.content for one in new if one.message.role == "tool"}
         if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
             return self.chat.tool_delta([answers[name] for name in call_ids], after)
-        if answers and any(after.ids):  # results beside a word of the user's would come under other ids than the model gave
+        if answers and any(after.call_ids):  # results beside a word of the user's would come under other ids than the model gave
             raise NotAppended
         calls = after.message.tool_calls if answers else ()
         turn = [*self._asked, Message(role="assistant", content="-", tool_calls=calls)]
         messages = [one.message for one in new]
-        whole = self._open([self.chat.fenced(one) for one in (*turn, *messages)], ())
+        whole = self._open([self.chat.escape_message(one) for one in (*turn, *messages)], ())
         if whole[: len(self._before)] != self._before:
             raise NotAppended
         self._check(whole, [*turn, *messages], ())
-        own = self._count(self._open([self.chat.fenced(one) for one in turn], ())) - self._count(self._before)
+        own = self._count(self._open([self.chat.escape_message(one) for one in turn], ())) - self._count(self._before)
         ends = [at for at in range(len(self._before), len(whole)) if whole[at] in self._stops]
         if not 0 < own <= len(ends):
             raise NotAppended
@@ -203,5 +203,5 @@ def stopped(completion: Completion, count: int) -> Completion:
         logprobs=completion.logprobs[:count],
         versions=tuple(replace(one, end=min(one.end, count)) for one in completion.versions if one.start < count),
         finish_reason="stop",
-        supports=None if completion.supports is None else Supports.of(completion.supports.rows[:count]),
+        supports=None if completion.supports is None else Supports.from_rows(completion.supports.rows[:count]),
     )

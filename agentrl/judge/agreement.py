@@ -29,7 +29,7 @@ class AgreementTable:
     wrong_wrong: int
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[bool, bool]]) -> AgreementTable:
+    def from_pairs(cls, pairs: Sequence[tuple[bool, bool]]) -> AgreementTable:
         counts = Counter(pairs)
         return cls(
             right_right=counts[True, True],
@@ -61,7 +61,7 @@ class DesignEffects:
     informedness: float = 1.0
 
     @classmethod
-    def of(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
+    def from_pairs(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
         """Of opinions as in `AgreementTable.of`, each on an answer to a task."""
         every = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
         groups = [[(task, same) for task, first, same in every if first is label] for label in (True, False)]
@@ -165,7 +165,7 @@ def corrected_rate(passed: int, total: int, calibration: Calibration) -> Interva
     """
     if not 0 <= passed <= total or total == 0:
         raise UserError(f"{passed} of {total} is no rate", fix="give how many passed, and how many were judged")
-    if calibration.by_chance:
+    if calibration.may_be_chance:
         raise UserError(f"judge {calibration.judge} is not shown to be better than chance: its rates say nothing", fix="use another judge")
     se, sp, rights, wrongs = _added(calibration)
     rate = (passed + _Z**2 / 2) / (total + _Z**2)

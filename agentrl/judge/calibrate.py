@@ -168,7 +168,7 @@ async def _compared(judge: Any, first: AnswerItem, second: AnswerItem, label: bo
         return LabelledVerdict(score=None, reason="no comparison", **about)
     places = tuple(said for said in given.shown if said)
     if given.better in (None, "tie"):
-        return LabelledVerdict(score=None, reason=given.heard.reason or "it says that neither is better", places=places, **about)
+        return LabelledVerdict(score=None, reason=given.answer.reason or "it says that neither is better", places=places, **about)
     return LabelledVerdict(score=float(given.better == "first"), places=places, **about)
 
 
@@ -200,7 +200,7 @@ def _pairs(known: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem
 def _calibration(judge: Any, verdicts: Sequence[LabelledVerdict], *, reference: str, labels_sha256: str, threshold: float) -> Calibration:
     given = [one for one in verdicts if one.score is not None]
     said = [(one.label, is_at_least(one.score, threshold)) for one in given if one.score is not None]
-    table, worth = AgreementTable.of(said), DesignEffects.of([one.task_id for one in given], said)
+    table, worth = AgreementTable.from_pairs(said), DesignEffects.from_pairs([one.task_id for one in given], said)
     silent = stats.design_effect([(one.task_id, float(one.score is not None)) for one in verdicts])
     if not table.rights or not table.wrongs:
         why = _reasons(verdicts)
@@ -274,4 +274,4 @@ def _spent(judge: Any) -> JudgeUsage | None:
 
 
 def _less(after: JudgeUsage | None, before: JudgeUsage | None) -> JudgeUsage | None:
-    return after.less(before) if after is not None and before is not None else None
+    return after.minus(before) if after is not None and before is not None else None

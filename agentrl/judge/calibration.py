@@ -68,7 +68,7 @@ class Calibration:
             raise ValueError(f"a design effect of {self.design_effect}")
 
     @property
-    def by_chance(self) -> bool:
+    def may_be_chance(self) -> bool:
         """Whether the judge may be no better than a coin, whatever the coin's bias: its informedness may be 0 or less."""
         return self.informedness.low <= 0
 
@@ -115,7 +115,7 @@ def require_calibration(path: Path, *, identity: str, name: str, min_agreement: 
     found, again = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
     if found.identity != identity:
         raise UserError(f"judge {name}: the calibration {path} is of another model, prompt or setting", fix=again)
-    if found.by_chance:
+    if found.may_be_chance:
         told = f"sensitivity + specificity - 1 is {_told(found.informedness)}"
         raise UserError(f"judge {name} is not shown to be better than chance: {told} ({path})", fix="use another model or prompt")
     if found.agreement.low < min_agreement:

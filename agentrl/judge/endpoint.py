@@ -70,7 +70,7 @@ class Reply:
     completion_tokens: int = 0
     counted: bool = True  # by the server; False: estimated from the number of characters
     tries: int = 1
-    thought_apart: bool = False  # whether the server returned the model's reasoning separately from `text`
+    separate_reasoning: bool = False  # whether the server returned the model's reasoning separately from `text`
 
 
 @dataclass(slots=True)
@@ -470,7 +470,7 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
         return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
     problem = "the answer was cut off by its length" if ended == "length" else ""
     thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
-    return Reply(text=encodable(said), problem=problem, thought_apart=bool(thought), **cost)
+    return Reply(text=encodable(said), problem=problem, separate_reasoning=bool(thought), **cost)
 
 
 def token_usage(told: Any, asked: int, said: Any) -> dict[str, Any]:

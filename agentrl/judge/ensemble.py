@@ -94,7 +94,7 @@ class Ensemble:
             require_calibration(root / self.calibration, identity=self.identity, name=self.name, **demands)
         self._state.ready = True
 
-    def undemanding(self, *, ledger: str | None = None) -> Self:
+    def without_calibration(self, *, ledger: str | None = None) -> Self:
         """The same ensemble, of which neither it nor a member demands a calibration: for measuring it."""
         members = {
             name: judge.undemanding(ledger=ledger) if hasattr(judge, "undemanding") else judge for name, judge in self.judges.items()

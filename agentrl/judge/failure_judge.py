@@ -88,7 +88,7 @@ class FailureJudge:
         asker = JudgeClient(endpoint=self.endpoint, ledger=self._state.ledger, budget=self.budget, judge=self.identity)
         question = ChatQuery(instructions=self._instructions(), data={"trace": truncate_middle(text, MAX_TRACE)}, schema=self._schema())
         heard = await asker.ask(question, self._read)
-        if heard.down:
+        if heard.unavailable:
             raise JudgeError(heard.reason)
         tag: Tag | None = heard.verdict
         return tag if tag is not None and tag.confidence >= self.least else None

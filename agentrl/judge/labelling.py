@@ -71,7 +71,7 @@ class LabellingSession:
         """
         pressed = iter(keys)
         while (item := next((one for one in self.items if one.id not in self.done), None)) is not None:
-            show(f"{self.shown(item)}\n\n{KEY_HELP}")
+            show(f"{self.render_item(item)}\n\n{KEY_HELP}")
             key = next((key.lower() for key in pressed if not key.isspace()), QUIT)
             if key == QUIT:
                 return
@@ -84,7 +84,7 @@ class LabellingSession:
                 show(f"no verdict has the key {printable(key, 1)!r}")
         show("every answer has a label")
 
-    def shown(self, item: AnswerItem) -> str:
+    def render_item(self, item: AnswerItem) -> str:
         """An answer as a person reads it. What agents and tools wrote cannot speak to the terminal."""
         number = sum(one.id in self.done for one in self.items) + 1
         parts = [("question", item.question), *_said(item)]
@@ -96,7 +96,7 @@ class LabellingSession:
 
     def _keep(self, item: AnswerItem, label: str) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        append_lines(self.path, [json_line({**item.line(), "label": label, "by": self.by, "at": at})], durable=True)
+        append_lines(self.path, [json_line({**item.to_line(), "label": label, "by": self.by, "at": at})], durable=True)
         if label == WITHDRAWN:
             self.done.pop(item.id, None)
         else:

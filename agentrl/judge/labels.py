@@ -69,7 +69,7 @@ class AnswerItem:
         line = Trajectory(agent="main", turns=tuple(_turns(self.messages)))
         return Episode(id=self.id, task_id=task.id, task_key=task.key, trajectories=(line,) if line.turns else (), answer=self.answer)
 
-    def line(self) -> dict[str, Any]:
+    def to_line(self) -> dict[str, Any]:
         """Its part of a line in a file of labels."""
         told = {"id": self.id, "task_id": self.task_id, "question": self.question, "answer": self.answer, "reference": self.reference}
         return {**told, "messages": list(self.messages), **({"data": dict(self.data)} if self.data else {})}

@@ -70,7 +70,7 @@ class JudgeUsage:
     money: float = 0.0
 
     @classmethod
-    def of(cls, figures: Mapping[str, float]) -> JudgeUsage:
+    def from_figures(cls, figures: Mapping[str, float]) -> JudgeUsage:
         """From a summary, where all are numbers alike."""
         counts = {name: int(figures.get(name, 0)) for name in _NAMES if name != "money"}
         return cls(**counts, money=figures.get("money", 0.0))
@@ -78,10 +78,10 @@ class JudgeUsage:
     def plus(self, other: JudgeUsage) -> JudgeUsage:
         return JudgeUsage(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
-    def less(self, before: JudgeUsage) -> JudgeUsage:
+    def minus(self, before: JudgeUsage) -> JudgeUsage:
         return JudgeUsage(**{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(self)})
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """For a person, in a line."""
         money = f", money {self.money:.4g}" if self.money else ""
         lost = ", ".join(f"{getattr(self, name)} {name}" for name in ("abstained", "unreadable", "failed") if getattr(self, name))
@@ -118,11 +118,11 @@ class JudgeLedger:
         self._lock = threading.Lock()
         self._open: sqlite3.Connection | None = None
 
-    async def begin(self, judge: str, budget: Budget) -> None:
+    async def reserve(self, judge: str, budget: Budget) -> None:
         """Counts a question that is about to be sent. Raises `JudgeError` when the budget of `judge` is spent."""
         await asyncio.to_thread(self._begin, judge, budget)
 
-    async def end(self, judge: str, reply: Reply | None, *, money: float = 0.0, unreadable: bool = False) -> None:
+    async def record(self, judge: str, reply: Reply | None, *, money: float = 0.0, unreadable: bool = False) -> None:
         """Counts what came of it; None: nothing."""
         if reply is None:
             return await self.count(judge, failed=1)
@@ -140,11 +140,11 @@ class JudgeLedger:
     async def count(self, judge: str, **more: float) -> None:
         await asyncio.to_thread(self._add, judge, more)
 
-    async def find(self, key: str) -> str | None:
+    async def cached_answer(self, key: str) -> str | None:
         """The answer kept under a key."""
         return await asyncio.to_thread(self._find, key)
 
-    async def keep(self, key: str, text: str) -> None:
+    async def cache_answer(self, key: str, text: str) -> None:
         """Keeps an answer; the first one of a key stays."""
         await asyncio.to_thread(self._do, "INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
 

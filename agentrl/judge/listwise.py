@@ -64,7 +64,7 @@ class Listwise(ModelJudge):
         places = {text: _mean_place(index, ranks, len(texts)) for index, text in enumerate(texts)}
         values = [0.0 if empty else places[answer_text(one)] for one, empty in zip(episodes, why, strict=True)]
         return tuple(
-            Score(value=value, parts={"disagreement": apart}, evidence=f"{self.name}: {empty or heard.said}")
+            Score(value=value, parts={"disagreement": apart}, evidence=f"{self.name}: {empty or heard.text}")
             for value, empty in zip(values, why, strict=True)
         )
 
@@ -91,7 +91,7 @@ class Listwise(ModelJudge):
         for order, heard in zip(shuffles, all_heard, strict=True):
             best_first = [order[shown - 1] for shown in heard.verdict[0]]
             ranks.append([best_first.index(index) for index in range(count)])
-        return ranks, JudgeAnswer(said=all_heard[0].verdict[1])
+        return ranks, JudgeAnswer(text=all_heard[0].verdict[1])
 
     def _question(self, problem: str, texts: Sequence[str]) -> ChatQuery:
         most = _MAX_ANSWERS // len(texts)

@@ -61,7 +61,7 @@ class ModelJudge(ABC):
             folder: the run folder; None: there is no run.
         """
         if isinstance(self.endpoint.url, ServedUrl):
-            self.endpoint.url.declared(reward_model=self.asks_reward_model)
+            self.endpoint.url.server(reward_model=self.asks_reward_model)
         if self.calibration is not None:
             demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
             require_calibration(root / self.calibration, identity=self.identity, name=self.name, **demands)
@@ -71,7 +71,7 @@ class ModelJudge(ABC):
             self._state.ledger = JudgeLedger(folder / FILE)
         self._state.ready = True
 
-    def undemanding(self, *, ledger: str | None = None) -> Self:
+    def without_calibration(self, *, ledger: str | None = None) -> Self:
         """The same judge, same identity, that demands no calibration: for measuring it."""
         return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
 
@@ -102,5 +102,5 @@ class ModelJudge(ABC):
 
 def unscored(name: str, heard: JudgeAnswer) -> Score:
     """No score, with the reason, and what the judge said as evidence. Nobody's answer gets a 0 for it."""
-    blame = Blame.INFRASTRUCTURE if heard.down else None
-    return Score(value=None, reason=f"{name}: {heard.reason}", evidence=heard.said[:MAX_KEPT], blame=blame)
+    blame = Blame.INFRASTRUCTURE if heard.unavailable else None
+    return Score(value=None, reason=f"{name}: {heard.reason}", evidence=heard.text[:MAX_KEPT], blame=blame)

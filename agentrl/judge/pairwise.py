@@ -27,7 +27,7 @@ class Comparison:
 
     better: Side | None
     shown: tuple[str, str] = ("", "")  # what it said with the first answer in place A, and then in place B: "A", "B", "tie" or nothing
-    heard: JudgeAnswer
+    answer: JudgeAnswer
     reasons: str = ""
 
     @property
@@ -53,7 +53,7 @@ class Pairwise(ModelJudge):
             return Score(value=0.0, evidence=f"{self.name}: {why}")
         found = await self.compare(question_text(task), answer_text(episode), reference)
         if found.better is None:
-            return unscored(self.name, found.heard)
+            return unscored(self.name, found.answer)
         return Score(value=_VALUES[found.better], evidence=f"{self.name}: {found.better}; {found.reasons}")
 
     async def compare(self, problem: str, first: str, second: str) -> Comparison:
@@ -65,13 +65,13 @@ class Pairwise(ModelJudge):
         for heard in (one, other):
             if heard.verdict is None:
                 sides = tuple("" if each.verdict is None else each.verdict[0] for each in (one, other))
-                return Comparison(better=None, shown=(sides[0], sides[1]), heard=heard)
+                return Comparison(better=None, shown=(sides[0], sides[1]), answer=heard)
         (here, reasons), (there, _) = one.verdict, other.verdict
         better = _named(here, a="first", b="second")
         if better != _named(there, a="second", b="first"):
-            heard = JudgeAnswer(reason=f"it says {here} in one order and {there} in the other", said=one.said)
-            return Comparison(better=None, shown=(here, there), heard=heard)
-        return Comparison(better=better, shown=(here, there), heard=one, reasons=reasons)
+            heard = JudgeAnswer(reason=f"it says {here} in one order and {there} in the other", text=one.text)
+            return Comparison(better=None, shown=(here, there), answer=heard)
+        return Comparison(better=better, shown=(here, there), answer=one, reasons=reasons)
 
     def _question(self, problem: str, a: str, b: str) -> ChatQuery:
         data = {

@@ -78,8 +78,8 @@ class JudgeAnswer:
 
     verdict: Any = None
     reason: str = ""
-    said: str = ""
-    down: bool = False  # nobody answered: a fault of the machine, or a budget that is spent
+    text: str = ""
+    unavailable: bool = False  # nobody answered: a fault of the machine, or a budget that is spent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,26 +99,26 @@ class JudgeClient:
             draw: tells questions apart that are asked again on purpose, which the cache would answer.
         """
         key = self._key(question, draw)
-        if (kept := await self.ledger.find(key)) is not None:
+        if (kept := await self.ledger.cached_answer(key)) is not None:
             heard = parse_answer(Reply(text=kept), read)
             await self.ledger.count(self.judge, cached=1, abstained=int(_abstained(heard)))
             return heard
         reply = None
         try:
-            await self.ledger.begin(self.judge, self.budget)
+            await self.ledger.reserve(self.judge, self.budget)
         except JudgeError as error:
-            return JudgeAnswer(reason=str(error), down=True)
+            return JudgeAnswer(reason=str(error), unavailable=True)
         try:
             reply = await self._answer(question)
         except JudgeError as error:
-            await self.ledger.end(self.judge, None)
-            return JudgeAnswer(reason=str(error), down=True)
+            await self.ledger.record(self.judge, None)
+            return JudgeAnswer(reason=str(error), unavailable=True)
         heard = parse_answer(reply, read)
         money = self.endpoint.prices.of(reply.prompt_tokens, reply.completion_tokens)
         readable = heard.verdict is not None or _abstained(heard)
-        await self.ledger.end(self.judge, reply, money=money, unreadable=not readable)
+        await self.ledger.record(self.judge, reply, money=money, unreadable=not readable)
         if readable:
-            await self.ledger.keep(key, reply.text)
+            await self.ledger.cache_answer(key, reply.text)
         if _abstained(heard):
             await self.ledger.count(self.judge, abstained=1)
         return heard
@@ -158,13 +158,13 @@ ABSTAINED = "the judge abstains"
 def parse_answer(reply: Reply, read: Callable[[dict[str, Any]], T]) -> JudgeAnswer:
     """The verdict that `read` finds in an answer, or why there is none."""
     if reply.problem:
-        return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", said=reply.text[:MAX_KEPT])
+        return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=reply.text[:MAX_KEPT])
     try:
-        return JudgeAnswer(verdict=read(json_object(reply.text, thought_apart=reply.thought_apart)), said=reply.text[:MAX_KEPT])
+        return JudgeAnswer(verdict=read(json_object(reply.text, thought_apart=reply.separate_reasoning)), text=reply.text[:MAX_KEPT])
     except Abstained:
-        return JudgeAnswer(reason=ABSTAINED, said=reply.text[:MAX_KEPT])
+        return JudgeAnswer(reason=ABSTAINED, text=reply.text[:MAX_KEPT])
     except Unreadable as error:
-        return JudgeAnswer(reason=f"unreadable verdict: it {error}", said=reply.text[:MAX_KEPT])
+        return JudgeAnswer(reason=f"unreadable verdict: it {error}", text=reply.text[:MAX_KEPT])
 
 
 def _abstained(heard: JudgeAnswer) -> bool:

@@ -66,7 +66,7 @@ def _lines(report: CalibrationReport) -> Iterator[str]:
         one = f"{made.design_effect:.1f} of them are worth one in the interval of informedness"
         yield f"  {judged} answers to {made.tasks} tasks: answers to one task are alike, and {one}"
     yield _cost(report)
-    if made.by_chance:
+    if made.may_be_chance:
         yield "NOT BETTER THAN CHANCE, as far as these labels show: a recipe that demands this calibration is refused"
 
 

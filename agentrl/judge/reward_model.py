@@ -130,7 +130,7 @@ class RewardModel(ModelJudge):
         """See `ModelJudge.prepare`. Raises `UserError` also where the model has no record of what it reads."""
         url = self.endpoint.url
         if isinstance(url, ServedUrl):
-            found = load_record(url.declared(reward_model=True).folder)
+            found = load_record(url.server(reward_model=True).folder)
         else:
             assert self.folder is not None, "checked when it was made"
             found = load_record(root / self.folder)

@@ -59,7 +59,7 @@ class ServedUrl:
         known = _declared.get(self.name)
         return "" if known is None else known.weights
 
-    def declared(self, *, reward_model: bool) -> JudgeServer:
+    def server(self, *, reward_model: bool) -> JudgeServer:
         """What is known of it. Raises `UserError` where the recipe starts no such server, or one of another kind."""
         known = _declared.get(self.name)
         if known is None:

@@ -55,7 +55,7 @@ class Broadcaster:
         """
         try:
             channel = self._connected()
-            self._engine.ranks.pulse("sending weights")
+            self._engine.ranks.report_progress("sending weights")
             self._client.version = number
             channel.send_weights()
         except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
@@ -64,7 +64,7 @@ class Broadcaster:
     def catch_up(self, number: int) -> None:
         """After a restart: sends version `number` unless the server already has it."""
         behind = False
-        if self._engine.ranks.first:
+        if self._engine.ranks.is_first:
             server = self._server()
             try:
                 reply = httpx.get(f"{server.url}/weight_info", headers=access(server.key), timeout=_ASK_S, trust_env=False)
@@ -72,14 +72,14 @@ class Broadcaster:
             except (httpx.HTTPError, ValueError) as error:
                 raise LearnerError(f"the server at {server.url} does not say which weights it has: {error}") from error
             behind = answer.get("weight_version") != str(number)
-        if self._engine.ranks.decide(int(behind)):
+        if self._engine.ranks.from_first(int(behind)):
             log.info("bringing the server to version %d", number)
             self.send(number)
 
     def _connected(self) -> Channel:
         ranks = self._engine.ranks
-        server = self._server() if ranks.first else ServerAddress(url="", key="", start=0)
-        start = ranks.decide(server.start)
+        server = self._server() if ranks.is_first else ServerAddress(url="", key="", start=0)
+        start = ranks.from_first(server.start)
         if self._channel is None or start != self._start:
             self._client, self._channel = self._connect(self._engine, server, self._serving.request_timeout_s)
             self._start = start
@@ -88,7 +88,7 @@ class Broadcaster:
     def _server(self) -> ServerAddress:
         deadline = time.monotonic() + self._serving.startup_timeout_s
         while (server := announced_server(self._run_dir)) is None:
-            self._engine.ranks.pulse("waiting for the server")
+            self._engine.ranks.report_progress("waiting for the server")
             if time.monotonic() > deadline:
                 raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -100,7 +100,7 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
     from agentrl.serving.trainer_client import PausedServerClient
 
     def waiting() -> None:
-        engine.ranks.pulse("waiting for the server's pause")
+        engine.ranks.report_progress("waiting for the server's pause")
 
     client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s, waiting=waiting)
     channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)

@@ -75,7 +75,7 @@ def save(
     final = root / f"{meta.step:06d}"
     part = final.with_name(f".{final.name}.part")
     with disk_errors_raised(f"checkpoint {final}"):
-        if ranks.first:
+        if ranks.is_first:
             _make_room(root, spare)
             partial_folder(final)
         ranks.barrier()
@@ -84,7 +84,7 @@ def save(
             critic.deepspeed.save_checkpoint(str(part), tag=_CRITIC, save_latest=False)
         torch.save(_random_state(ranks), part / _rng_name(ranks.rank))
         ranks.barrier()
-        if ranks.first:
+        if ranks.is_first:
             (part / _META).write_bytes(codec.to_json(meta))
             (part / _MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
             commit_folder(part, final)

@@ -26,7 +26,7 @@ class ExitReason:
     fix: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> ExitReason:
+    def from_error(cls, error: BaseException) -> ExitReason:
         if (full := disk_full_error(error)) is not None:
             return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else one_line_error(full))
         if isinstance(error, LearnerHalted):
@@ -38,7 +38,7 @@ class ExitReason:
         at = raise_location(error)
         return cls(kind="other", message=one_line_error(error) + (f" ({at})" if at else ""))
 
-    def error(self, log: Path) -> AgentRLError:
+    def to_error(self, log: Path) -> AgentRLError:
         """The error to raise in the driver; `log` is where the rest is."""
         if self.kind == "user":
             return UserError(self.message, fix=self.fix)
@@ -58,7 +58,7 @@ class Mailbox:
         weakref.finalize(self, os.close, self._handle)
         self.address = f"/proc/{os.getpid()}/fd/{self._handle}"
 
-    def empty(self) -> None:
+    def discard(self) -> None:
         os.ftruncate(self._handle, 0)
 
     def best(self) -> ExitReason | None:

@@ -116,8 +116,8 @@ class PolicyEngine:
 def score_tokens(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
     logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature, batch.supports)
-    if batch.layout.stretch is not None:
-        logprobs, entropy = batch.layout.stretch.gather(torch.stack((logprobs, entropy)))
+    if batch.layout.shard is not None:
+        logprobs, entropy = batch.layout.shard.gather(torch.stack((logprobs, entropy)))
     return logprobs[batch.expand], entropy[batch.expand]
 
 
@@ -128,7 +128,7 @@ def apply_gradient(
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RATE_SCALE] if RATE_SCALE in group else 0.0 if head_alone else rate
     if isinstance(optimizer, GuardedAdamW):
-        optimizer.refuse_above = refuse_above
+        optimizer.skip_above = refuse_above
         engine.step()
         norm = optimizer.grad_norm
     else:

@@ -24,7 +24,7 @@ class UpdateFailureLog:
             with disk_errors_raised(str(self.path)):
                 append_lines(self.path, map(_line, setbacks), durable=True)
 
-    def forget_from(self, step: int) -> None:
+    def remove_from(self, step: int) -> None:
         """After a crash or a halt: the steps from `step` on will be made again, and written down again."""
         found = self.read()
         if any(setback.step >= step for setback in found):

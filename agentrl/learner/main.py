@@ -39,11 +39,11 @@ def main() -> int:
         run_worker(arguments.run_dir, root=arguments.root, pulse=arguments.pulse)
     except AgentRLError as error:
         log.error("%s: %s", type(error).__name__, error)
-        send_exit_reason(arguments.mailbox, ExitReason.of(error))
+        send_exit_reason(arguments.mailbox, ExitReason.from_error(error))
         return 1
     except Exception as error:
         log.exception("the learner failed")
-        send_exit_reason(arguments.mailbox, ExitReason.of(error))
+        send_exit_reason(arguments.mailbox, ExitReason.from_error(error))
         return 1
     return 0
 

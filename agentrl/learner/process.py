@@ -61,8 +61,8 @@ class LearnerProcess:
         """Starts the processes and returns at once; the log says when they are ready. Raises `LearnerError` if already started."""
         if self.alive:
             raise LearnerError("the learner is already running")
-        self._mailbox.empty()
-        self._reports.empty()
+        self._mailbox.discard()
+        self._reports.discard()
         self.liveness.begin()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         part = hold_shared_lock(self.run_dir)
@@ -99,7 +99,7 @@ class LearnerProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await process.wait()
-            self._reports.pass_on(self.liveness)
+            self._reports.forward(self.liveness)
             if process.returncode is None and (stuck := self.liveness.overdue()):
                 await self.kill()
                 raise LearnerError(f"{stuck}; it was killed\n  all of its output: {self.log_path}")
@@ -110,7 +110,7 @@ class LearnerProcess:
         if code in (None, 0):
             return
         if (reason := self._mailbox.best()) is not None:
-            raise reason.error(self.log_path)
+            raise reason.to_error(self.log_path)
         cause, fix = cause_in_log(self.log_tail())  # the process sent nothing: killed, or broken before its first line
         advice = f"\n  fix: {fix}" if fix else ""
         raise LearnerError(

@@ -46,12 +46,12 @@ class ProgressPipe:
         self.address = f"/proc/{os.getpid()}/fd/{write}"
         self._rest = b""
 
-    def empty(self) -> None:
+    def discard(self) -> None:
         """Discards the reports of a learner that has ended."""
         self._lines()
         self._rest = b""
 
-    def pass_on(self, liveness: Liveness) -> None:
+    def forward(self, liveness: Liveness) -> None:
         """Passes the reports since the last call to `liveness`. Malformed lines are ignored."""
         for line in self._lines():
             with contextlib.suppress(ValueError, TypeError, RecursionError):

@@ -66,15 +66,15 @@ def write_base_probe(run_dir: Path, engine: PolicyEngine) -> None:
     from float64 after token 0, 1.5e-5 after ordinary tokens).
     """
     path, ranks = version_folder(run_dir, 0) / "probe.json", engine.ranks
-    if ranks.decide(int(path.exists())):
+    if ranks.from_first(int(path.exists())):
         return
     vocabulary = engine.lm.config.get_text_config().vocab_size
     rows: list[tuple[int, ...]] = [(vocabulary * number // (_BASE_ROWS + 1),) for number in range(1, _BASE_ROWS + 1)]
     for _ in range(_BASE_TOKENS - 1):
         likeliest = [next_ids[0] for next_ids in engine.probe(tuple(rows)).next_ids]
-        rows = [(*row, ranks.decide(token)) for row, token in zip(rows, likeliest, strict=True)]
+        rows = [(*row, ranks.from_first(token)) for row, token in zip(rows, likeliest, strict=True)]
     probe = engine.probe(tuple(rows))
-    if ranks.first:
+    if ranks.is_first:
         with disk_errors_raised(f"the probe of version 0 in {run_dir}"):
             write_atomically(path, codec.to_json(probe), durable=True)
 
@@ -99,7 +99,7 @@ def publish_version(
     """
     weights = gather_weights(engine)
     probe = engine.probe(rows)
-    if engine.ranks.first:
+    if engine.ranks.is_first:
         with disk_errors_raised(f"version {number} in {run_dir}"):
             part = partial_folder(version_folder(run_dir, number))
             version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
@@ -116,7 +116,7 @@ def gather_weights(engine: PolicyEngine) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, parameter, _ in engine.parameters():
         with engine.gathered(parameter) as full:
-            if engine.ranks.first:
+            if engine.ranks.is_first:
                 weights[name] = full.cpu().clone()
     return weights
 

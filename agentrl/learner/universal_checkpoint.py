@@ -47,15 +47,15 @@ def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
     whole = folder.with_name(f".{folder.name}.whole")
     refusal: str | None = None
     try:
-        if ranks.first:
+        if ranks.is_first:
             shutil.rmtree(whole, ignore_errors=True)
             refusal = _to_universal(folder / tag, whole / tag, engine)
-        if ranks.decide(int(refusal is not None)):
+        if ranks.from_first(int(refusal is not None)):
             raise LearnerError(f"checkpoint {folder} cannot be read at another ZeRO stage or with other ranks: {refusal or 'see rank 0'}")
         _from_universal(engine, whole, tag)
         ranks.barrier()
     finally:
-        if ranks.first:
+        if ranks.is_first:
             shutil.rmtree(whole, ignore_errors=True)
 
 

@@ -69,7 +69,7 @@ class Updater:
         out. A batch without samples changes nothing.
         """
         start = time.perf_counter()
-        self.guard.begin()
+        self.guard.begin_step()
         parts = split_minibatches(batch, self._learner.minibatches)
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
@@ -100,7 +100,7 @@ class Updater:
         """The learning rate schedule's step number, which a rollback sets back too."""
         return step - self.guard.counts.undone
 
-    def penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def score_penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
         """What `objective.kl=k1_reward` subtracts from each episode's score, by id; empty with any other objective. A collective."""
         if self._objective.kl != "k1_reward":
             return {}
@@ -108,7 +108,7 @@ class Updater:
         ranks = self.engine.ranks
         total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
         for batch in self._micro_batches(samples):
-            ranks.pulse("computing a penalty", batch.layout.length)
+            ranks.report_progress("computing a penalty", batch.layout.length)
             total += sequence_penalty(batch.behaviour, self._reference.logprobs(batch), batch.sequence, len(samples))
         penalties: dict[str, float] = defaultdict(float)
         for sample, value in zip(samples, ranks.sum(total).tolist(), strict=True):
@@ -121,7 +121,9 @@ class Updater:
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         numbers = {id(sample): number for number, sample in enumerate(samples)}
         share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
-        rows: list[Rows] = plan_micro_batches(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget, share=share)
+        rows: list[Rows] = plan_micro_batches(
+            samples, rank=ranks.data_parallel_rank, ranks=ranks.data_parallel_size, max_tokens=budget, share=share
+        )
         return [build_micro_batch(some, ranks.device, [numbers[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
@@ -141,7 +143,7 @@ class Updater:
     @torch.no_grad()
     def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> PreparedMicroBatch:
         """A micro-batch with the results of policy, critic and reference before the step; a shared trunk runs once for both."""
-        self.engine.ranks.pulse("computing reference logprobs", batch.layout.length)
+        self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
         if recomputes and isinstance(self.critic, SharedCritic):
@@ -185,12 +187,12 @@ class Updater:
                 total = torch.zeros((), dtype=torch.float64, device=ranks.device)
                 for one in some:
                     assert one.returns is not None and one.values is not None, "values are computed before they are learned"
-                    ranks.pulse("computing a micro-batch of the critic", one.batch.layout.length)
+                    ranks.report_progress("computing a micro-batch of the critic", one.batch.layout.length)
                     total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
-                ranks.pulse("applying the critic's gradient")
+                ranks.report_progress("applying the critic's gradient")
                 applied, norm = critic.step(self._schedule_step(part.step))
                 losses.append(ranks.sum(total).item())
-                self.guard.settle_critic(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
+                self.guard.record_critic_step(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
                 norms.append(norm)
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {"value_loss": fmean(losses)} if losses else {}
@@ -203,7 +205,7 @@ class Updater:
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
         total_weight = loss_denominator(part.samples, self._objective.aggregation, length=self._constant_length)
         for one in micro_batches:
-            ranks.pulse("computing a micro-batch", one.batch.layout.length)
+            ranks.report_progress("computing a micro-batch", one.batch.layout.length)
             logprobs, entropy, values = self._forward(one.batch)
             tokens = TrainedTokens(
                 logprobs=logprobs,
@@ -211,8 +213,8 @@ class Updater:
                 advantages=one.batch.advantages,
                 sequence=one.batch.sequence,
                 proximal=one.proximal,
-                reference=one.reference,
-                same=None if changed and one.proximal is None else one.batch.versions == part.step,
+                kl_reference=one.reference,
+                on_policy=None if changed and one.proximal is None else one.batch.versions == part.step,
                 entropy=entropy,
                 rollout_tokens=one.batch.rollout_tokens,
             )
@@ -225,14 +227,14 @@ class Updater:
             sums[-2] += result.loss.detach()
             sums[-1] += (~one.batch.advantages.isfinite()).sum()
             maxima = torch.maximum(maxima, result.maxima)
-        ranks.pulse("applying the gradient")
+        ranks.report_progress("applying the gradient")
         total = ranks.sum(sums)
         metrics = summarize(total[:-3], ranks.max(maxima), with_reference=self._objective.kl in ("k1", "k2", "k3"))
         if isinstance(self.critic, SharedCritic):
             metrics["value_loss"] = total[-3].item()
         metrics |= {"loss": total[-2].item(), "advantages_not_finite": total[-1].item()}
-        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(part.step), refuse_above=self.guard.bound(metrics))
-        self.guard.settle(part, metrics, applied=applied)
+        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(part.step), refuse_above=self.guard.largest_norm(metrics))
+        self.guard.record_policy_step(part, metrics, applied=applied)
         del metrics["advantages_not_finite"]
         return metrics | {"applied": float(applied)}
 

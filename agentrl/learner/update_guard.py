@@ -62,22 +62,22 @@ class UpdateGuard:
     def __init__(self, learner: LearnerConfig, counts: FailureCounts = FailureCounts()) -> None:
         self.counts = counts
         self.rolling_back = False  # the current step must be undone
-        self.sound = False  # the weights that the current step began with passed every check
+        self.start_weights_passed = False  # the weights that the current step began with passed every check
         self._learner = learner
         self._limits = learner.limits.named
         self._setbacks: list[UpdateFailure] = []
         self._judged = 0
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Starts a new step."""
-        self.rolling_back, self.sound, self._judged = False, False, 0
+        self.rolling_back, self.start_weights_passed, self._judged = False, False, 0
 
-    def drain(self) -> tuple[UpdateFailure, ...]:
+    def take_failures(self) -> tuple[UpdateFailure, ...]:
         """The setbacks since the last call."""
         setbacks, self._setbacks = tuple(self._setbacks), []
         return setbacks
 
-    def leave_out(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
+    def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
         """Records the groups that `assemble` dropped because a number was not finite; returns how many.
 
         Raises `LearnerHalted` once the run has `learner.max_bad_groups` of them.
@@ -103,19 +103,19 @@ class UpdateGuard:
             )
         return len(bad)
 
-    def bound(self, metrics: Mapping[str, float]) -> float:
+    def largest_norm(self, metrics: Mapping[str, float]) -> float:
         """The largest gradient norm that may be applied, given the other metrics; negative when no gradient may be."""
         if self._objections(metrics):
             return REFUSE_ALL
         limit = self._limits.get("max_grad_norm")
         return math.inf if limit is None else limit.at
 
-    def settle(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+    def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
         """Records an optimizer step of the policy. `metrics` now hold `grad_norm`, NaN for a gradient that is not finite.
 
         Raises `LearnerHalted` where a limit demands it, and after `learner.max_bad_updates` steps in a row were left out.
         """
-        self.sound = self.sound or (applied and self._judged == 0)
+        self.start_weights_passed = self.start_weights_passed or (applied and self._judged == 0)
         self._judged += 1
         if applied:
             self.counts = replace(self.counts, bad_in_a_row=0)
@@ -140,7 +140,7 @@ class UpdateGuard:
         self.counts = replace(self.counts, bad_in_a_row=self.counts.bad_in_a_row + 1)
         self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)
 
-    def settle_critic(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+    def record_critic_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
         """Records an optimizer step of the critic; see `settle`."""
         if applied:
             self.counts = replace(self.counts, critic_bad_in_a_row=0)

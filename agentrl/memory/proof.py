@@ -107,7 +107,7 @@ class _Readings:
     def __init__(self, recipe: Recipe) -> None:
         self.episodes = self.writers = self.readers = self.of_evaluations = self.readers_of_evaluations = 0
         self.wrong: list[str] = []
-        self._steps = StepGroups.of(recipe.rollout)
+        self._steps = StepGroups.from_config(recipe.rollout)
         self._behind = recipe.max_staleness
         self._min_score = None if recipe.memory is None else recipe.memory.min_score
         self._authors: dict[str, _Author] = {}

@@ -50,7 +50,7 @@ class RunMemory:
         """The version that the groups of a step read."""
         return max(0, step - self._behind)
 
-    async def reach(self, step: int) -> None:
+    async def prepare_step(self, step: int) -> None:
         """Brings in the notes that the groups of a step read. Called once the step may begin, when they are in the experience store."""
         async with self._reaching:
             wanted = self.version_of(step)
@@ -61,7 +61,7 @@ class RunMemory:
                 await asyncio.to_thread(self._store.commit, self._version, self._written(self._version))
                 self._version += 1
 
-    def of(self, task: Task, group: int | None) -> StoreView:
+    def view(self, task: Task, group: int | None) -> StoreView:
         """What the attempts of a group read. Raises `TaskError` for a task without a scope; outside of groups none is needed: nothing is
         found there, and nothing kept."""
         if group is None:
@@ -78,7 +78,7 @@ class RunMemory:
 
     def _written(self, step: int) -> list[WrittenNotes]:
         """What the episodes of a step wrote that count. The experience store is asked on this thread, as ever: it may be anybody's."""
-        indices = self._steps.taken(step, self._experience)
+        indices = self._steps.consumed_indices(step, self._experience)
         if indices is None:
             raise StoreError(f"the notes of step {step} are not there: some of its groups are not in the experience store")
         episodes = [one for group in self._experience.groups(indices) for one in group.episodes]
@@ -93,15 +93,15 @@ class EvaluationNotes:
         self._store = NoteStore(None, config)
         self._part = 0
 
-    def parts(self, count: int) -> list[range]:
+    def rounds(self, count: int) -> list[range]:
         """So many tasks as parts that are played one after the other; there may be fewer than `heldout_rounds`, as there are tasks."""
         parts = min(self._config.heldout_rounds, count)
         return [range(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
-    def of(self, task: Task, group: int | None) -> StoreView:
+    def view(self, task: Task, group: int | None) -> StoreView:
         return StoreView.of(self._store, task, self._part)
 
-    def add(self, scored: Sequence[ScoredEpisode]) -> None:
+    def end_round(self, scored: Sequence[ScoredEpisode]) -> None:
         """Ends a part."""
         self._store.commit(self._part, notes_to_commit(scored, min_score=self._config.min_score))
         self._part += 1

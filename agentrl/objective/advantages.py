@@ -27,11 +27,11 @@ class GroupAdvantages:
     """Advantages of one group, aligned with `Group.episodes`; either every counted episode has one or none does."""
 
     values: tuple[float | None, ...]  # [E] None where the episode is left out or unscored
-    dropped: str = ""  # why the group has no learning signal; empty when it has one
+    drop_reason: str = ""  # why the group has no learning signal; empty when it has one
 
     @property
     def useful(self) -> bool:
-        return not self.dropped
+        return not self.drop_reason
 
 
 Groups = Sequence[Sequence[float]]
@@ -113,7 +113,7 @@ def batch_advantages(
     for group, some, reason, estimate in zip(groups, scores, reasons, estimates, strict=True):
         empty = reason or ("" if objective.advantage == "gae" or not all_negligible(estimate.values(), some.values()) else "all_equal")
         values = tuple(None if empty or index not in some else estimate[index] for index in range(len(group.episodes)))
-        advantages.append(GroupAdvantages(values=values, dropped=empty))
+        advantages.append(GroupAdvantages(values=values, drop_reason=empty))
     return advantages
 
 

@@ -44,7 +44,7 @@ class CreditedTrajectory:
     """One trajectory that counts, with the credit of each of its turns."""
 
     episode_id: str
-    number: int  # of the trajectory in its episode
+    index: int  # of the trajectory in its episode
     trajectory: Trajectory
     credit: Sequence[float]  # [turn] advantage, or reward
     trains: Sequence[bool] = ()  # [turn] whether its tokens are trained here; empty: all are
@@ -62,11 +62,11 @@ def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> l
     credits: dict[TurnKey, list[float]] = {}
     for line in lines:
         for number, value in enumerate(line.credit):
-            credits.setdefault(turn_key(line.episode_id, line.number, line.trajectory, number), []).append(value)
+            credits.setdefault(turn_key(line.episode_id, line.index, line.trajectory, number), []).append(value)
     trained: set[TurnKey] = set()
     kept = []
     for line in lines:
-        keys = [turn_key(line.episode_id, line.number, line.trajectory, number) for number in range(len(line.credit))]
+        keys = [turn_key(line.episode_id, line.index, line.trajectory, number) for number in range(len(line.credit))]
         trains = [key not in trained for key in keys]
         trained.update(keys)
         credit = [fmean(credits[key]) for key in keys] if mean else line.credit

@@ -52,7 +52,7 @@ class CountedEpisode:
     advantage: float
 
     @property
-    def lines(self) -> Sequence[Trajectory]:
+    def trajectories(self) -> Sequence[Trajectory]:
         return self.scored.episode.trajectories
 
 
@@ -68,16 +68,16 @@ def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig
             return _spread(rollouts, _by_role(rollouts, objective))
         if objective.credit == "counterfactual":
             return _spread(rollouts, _counterfactual(rollouts, objective))
-        shares = [max(1, sum(map(_sampled, one.lines))) if objective.credit == "branches" else 1 for one in rollouts]
-        return _spread(rollouts, [[one.advantage / share] * len(one.lines) for one, share in zip(rollouts, shares, strict=True)])
+        shares = [max(1, sum(map(_sampled, one.trajectories))) if objective.credit == "branches" else 1 for one in rollouts]
+        return _spread(rollouts, [[one.advantage / share] * len(one.trajectories) for one, share in zip(rollouts, shares, strict=True)])
     except OverflowError:  # of math.fsum, and of a square
-        return _spread(rollouts, [[math.nan] * len(one.lines) for one in rollouts])
+        return _spread(rollouts, [[math.nan] * len(one.trajectories) for one in rollouts])
 
 
 def _spread(rollouts: Sequence[CountedEpisode], values: Sequence[Sequence[float]]) -> Credit:
     """The value of a trajectory on each of its turns."""
     return {
-        one.scored.episode.id: [[value] * len(line.turns) for line, value in zip(one.lines, found, strict=True)]
+        one.scored.episode.id: [[value] * len(line.turns) for line, value in zip(one.trajectories, found, strict=True)]
         for one, found in zip(rollouts, values, strict=True)
     }
 
@@ -87,10 +87,10 @@ def _sampled(line: Trajectory) -> bool:
 
 
 def _by_role(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
-    scores = [_own_scores(one) if objective.credit == "verifier" else [one.score] * len(one.lines) for one in rollouts]
-    made = [[0.0] * len(one.lines) for one in rollouts]
-    for role in sorted({line.agent for one in rollouts for line in one.lines}):
-        places = [[at for at, line in enumerate(one.lines) if line.agent == role and _sampled(line)] for one in rollouts]
+    scores = [_own_scores(one) if objective.credit == "verifier" else [one.score] * len(one.trajectories) for one in rollouts]
+    made = [[0.0] * len(one.trajectories) for one in rollouts]
+    for role in sorted({line.agent for one in rollouts for line in one.trajectories}):
+        places = [[at for at, line in enumerate(one.trajectories) if line.agent == role and _sampled(line)] for one in rollouts]
         for number, advantages in _against_role(scores, places, objective).items():
             for at, value in zip(places[number], advantages, strict=True):
                 made[number][at] = value
@@ -132,12 +132,12 @@ def _counterfactual(rollouts: Sequence[CountedEpisode], objective: ObjectiveConf
 
 def _said(one: CountedEpisode, given: Sequence[float | None], name: str) -> Sequence[float | None]:
     """What the score says of each trajectory. One that is alone needs nothing said."""
-    if not given and sum(map(_sampled, one.lines)) > 1:
+    if not given and sum(map(_sampled, one.trajectories)) > 1:
         raise RecipeError(
             f"objective.credit: the score of episode {one.scored.episode.id}, which has several trajectories, has no {name}",
             fix=f"return Score({name}=...) from the verifier, a number or None for each trajectory, or set objective.credit=episode",
         )
-    return given or [None] * len(one.lines)
+    return given or [None] * len(one.trajectories)
 
 
 def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
@@ -152,7 +152,7 @@ def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) ->
     for one in rollouts:
         above: dict[tuple[int, int], set[int]] = {}  # turn -> P of it
         keys = _keys(one)
-        made[one.scored.episode.id] = [[0.0] * len(line.turns) for line in one.lines]
+        made[one.scored.episode.id] = [[0.0] * len(line.turns) for line in one.trajectories]
         for place, key in keys.items():  # parents stand before their children
             before = _before(one, place)
             shared = sharing[key]
@@ -167,13 +167,13 @@ def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) ->
 def _keys(one: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
     """(trajectory, turn) -> what identifies the turn over the rollouts that share it."""
     episode = one.scored.episode
-    return {(at, turn): turn_key(episode.id, at, line, turn) for at, line in enumerate(one.lines) for turn in range(len(line.turns))}
+    return {(at, turn): turn_key(episode.id, at, line, turn) for at, line in enumerate(one.trajectories) for turn in range(len(line.turns))}
 
 
 def _before(one: CountedEpisode, place: tuple[int, int]) -> tuple[int, int] | None:
     """The turn that a turn follows, in its trajectory or in that of its parent."""
     at, turn = place
-    parent = one.lines[at].parent
+    parent = one.trajectories[at].parent
     if turn:
         return at, turn - 1
     return None if parent is None else (parent.trajectory, parent.turn)

@@ -27,8 +27,8 @@ class TrainedTokens:
     advantages: Tensor  # constant
     sequence: Tensor  # int64; tokens with the same number are one sequence
     proximal: Tensor | None = None  # of the weights at the start of the step; None: the behaviour policy's are used
-    reference: Tensor | None = None  # of the reference policy, where there is a KL term
-    same: Tensor | None = None  # bool: sampled by the weights at the start of the step; None: unknown
+    kl_reference: Tensor | None = None  # of the reference policy, where there is a KL term
+    on_policy: Tensor | None = None  # bool: sampled by the weights at the start of the step; None: unknown
     entropy: Tensor | None = None  # of the policy being trained, nats; carries a gradient where there is an entropy bonus
     rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None: every sequence is one
 
@@ -99,7 +99,7 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
             cut=cut,
             entropy=tokens.entropy,
             same=_mismatch(tokens),
-            kl_reference=None if tokens.reference is None else k3(tokens.logprobs, tokens.reference.to(dtype)),
+            kl_reference=None if tokens.kl_reference is None else k3(tokens.logprobs, tokens.kl_reference.to(dtype)),
             is_cap=objective.is_cap,
         )
     return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
@@ -117,19 +117,19 @@ def _mismatch(tokens: TrainedTokens) -> Tensor | None:
     The learner's side is the proximal policy, the weights at the start of the step; without one it is the policy itself, and the
     caller passes `same` only while the policy is unchanged.
     """
-    if tokens.same is None:
+    if tokens.on_policy is None:
         return None
     ours = tokens.logprobs if tokens.proximal is None else tokens.proximal
-    return k3(tokens.behaviour.double(), ours.detach().double()).masked_fill(~tokens.same, math.nan)
+    return k3(tokens.behaviour.double(), ours.detach().double()).masked_fill(~tokens.on_policy, math.nan)
 
 
 def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:
     """The terms besides the surrogate, [N]."""
     total = torch.zeros_like(tokens.logprobs)
     if objective.kl in ("k1", "k2", "k3"):
-        if tokens.reference is None:
+        if tokens.kl_reference is None:
             raise ValueError(f"objective.kl={objective.kl} needs the reference policy's logprobs")
-        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.reference.to(total.dtype))
+        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.kl_reference.to(total.dtype))
     if objective.entropy_coef:
         if tokens.entropy is None or not (tokens.entropy.requires_grad or not torch.is_grad_enabled()):
             raise ValueError("objective.entropy_coef needs entropies that carry a gradient")

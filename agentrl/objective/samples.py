@@ -29,7 +29,7 @@ class AssembledBatch:
     """A batch, and why some of its groups have no samples."""
 
     batch: Batch
-    dropped: Mapping[int, str]  # group index -> reason
+    drop_reasons: Mapping[int, str]  # group index -> reason
 
 
 def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> AssembledBatch:
@@ -62,7 +62,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
         denominator=sum(sum(sample.loss_mask) for sample in samples),
         group_indices=tuple(group.index for group in groups),
     )
-    return AssembledBatch(batch=batch, dropped=dropped)
+    return AssembledBatch(batch=batch, drop_reasons=dropped)
 
 
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
@@ -108,8 +108,8 @@ def _group_samples(
     group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
     """Samples of a group, or the reason why it has none. Credit for turns or branches can make a group with equal scores useful."""
-    if estimate.dropped and estimate.dropped != "all_equal":
-        return [], estimate.dropped
+    if estimate.drop_reason and estimate.drop_reason != "all_equal":
+        return [], estimate.drop_reason
     turns = _turn_parts(group, objective)
     rollouts = [
         CountedEpisode(scored=scored, score=penalized_score(scored, penalties), advantage=value or 0.0)
@@ -123,12 +123,12 @@ def _group_samples(
     lines = []
     for one in rollouts:
         name = one.scored.episode.id
-        for number, trajectory in enumerate(one.lines):
+        for number, trajectory in enumerate(one.trajectories):
             if any(turn.completion_ids for turn in trajectory.turns):
                 parts = [objective.turn_coef * part for part in turns[name][number]] if turns else [0.0] * len(trajectory.turns)
                 whole = given[name][number] if given else _at_the_end(trajectory, one.advantage)
                 credit = [value + part for value, part in zip(whole, parts, strict=True)]
-                lines.append(CreditedTrajectory(episode_id=name, number=number, trajectory=trajectory, credit=credit))
+                lines.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
     samples = [_credited(line, group.index, objective, step) for line in assign_shared_turns(lines, mean=objective.advantage != "gae")]
     return samples, "" if samples else "no_sampled_token"
 
@@ -215,7 +215,7 @@ def _sample(
         versions=tuple(versions),
         advantages=() if rewards else tuple(credits),
         rewards=tuple(credits) if rewards else (),
-        supports=Supports.joined(supports),
+        supports=Supports.join(supports),
     )
 
 

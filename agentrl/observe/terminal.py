@@ -41,7 +41,7 @@ class Progress:
     counted: tuple[int, int] | None = None  # attempts done, and in all, of an evaluation or of sampling
     episodes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> episodes
-    idle_told: bool = False
+    idle_reported: bool = False
     swaps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     heldout: dict[str, float] = field(default_factory=dict)
@@ -80,8 +80,8 @@ class Progress:
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])
         self.evaluated({key: metrics[key] for key in _SPLITS if key in metrics})
-        idle = why_nothing_learned([metrics], self.left_out) if metrics.get("tokens_trained") == 0 and not self.idle_told else ""
-        self.idle_told = self.idle_told or bool(idle)
+        idle = why_nothing_learned([metrics], self.left_out) if metrics.get("tokens_trained") == 0 and not self.idle_reported else ""
+        self.idle_reported = self.idle_reported or bool(idle)
         return idle
 
     def evaluated(self, rates: Mapping[str, float]) -> None:

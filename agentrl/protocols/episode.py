@@ -159,7 +159,7 @@ class LiveEpisode(Protocol):
             ValueError: there is no such turn, or no such call in it.
         """
 
-    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
+    def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
         """Encloses a request that the agent sends to a server of the policy. Its time counts as sampling, and is compared with that of
         other such requests. `most` is limited to the tokens that the server usually returns within `within_s` and the time left, so that a
         model that never ends is cut off instead of timing out.
@@ -174,7 +174,7 @@ class LiveEpisode(Protocol):
     async def working_copy(self) -> bytes | None:
         """What the working directory holds, for `apart`; None: what the task's begins with. Raises `ValueError` where too large."""
 
-    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
+    def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
         """The same episode for an agent with a sandbox of its own, which begins with a `working_copy` and ends with the block.
 
         It is of the task's spec, and `sandbox_lost` is of it alone. Meanwhile the episode has no state that could be captured.
@@ -183,7 +183,7 @@ class LiveEpisode(Protocol):
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
         """Around what the agent's words have called: its time is the agent's, should the episode run out of it; and the sandbox's."""
 
-    def shown(self, output: str) -> str:
+    def clip_output(self, output: str) -> str:
         """What the agent may see of a tool's output, so that no more than `Limits.all_output_chars` is shown in all; cuts are marked."""
 
     def add_failure(self, failure: Failure) -> None:

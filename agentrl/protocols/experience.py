@@ -44,11 +44,11 @@ class EpisodeCheckpoints(Protocol):
     It is a safety net: what cannot be kept or found is logged, and never fails the episode.
     """
 
-    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+    async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         """Keeps the newest state of one member of a group, in place of the one before."""
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         """Keeps a member's outcome in place of its state, until its group is stored."""
 
-    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+    async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         """What is kept of a member; None when there is nothing, or nothing intact."""

@@ -85,7 +85,7 @@ class Supports(Record):
             raise ValueError("Supports: the ids of a support must ascend")
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int]]) -> Self:
+    def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
         """From the ids of each support, in any order and each once; none stand for the whole vocabulary."""
         known = [sorted(row) for row in rows]
         try:
@@ -94,7 +94,7 @@ class Supports(Record):
             raise ValueError(f"Supports: {error}") from None
 
     @classmethod
-    def joined(cls, parts: Iterable[Supports | int]) -> Self | None:
+    def join(cls, parts: Iterable[Supports | int]) -> Self | None:
         """Of several stretches of tokens; a number stands for that many drawn from the whole vocabulary. None where all were."""
         known = [part if isinstance(part, Supports) else cls(sizes=bytes(2 * part), ids=b"") for part in parts]
         ids = b"".join(part.ids for part in known)

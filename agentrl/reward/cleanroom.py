@@ -74,7 +74,7 @@ class CleanRoom:
         if outcome.reward is not None:
             evidence = "\n".join(f"{name}: {error}" for name, error in outcome.said.items() if error)[:2000]
             return Score(value=outcome.reward, parts={"tests": outcome.reward}, evidence=evidence)
-        expected = plan.expected()
+        expected = plan.test_names()
         passed = [name for name in expected if outcome.said.get(name) == ""]
         wrong = {name: error for name, error in outcome.said.items() if error}
         missing = {name: outcome.broken or "no report" for name in expected if name not in outcome.said}
@@ -216,7 +216,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
     files = {f"work/{path}": data for path, data in overlay(task.contents(), outputs).items()}
     files |= {f"tests/{path}": data for path, data in plan.files().items()}
     secret = secrets.token_hex(16)
-    names = sorted({name.partition("::")[0] for name in plan.expected()})
+    names = sorted({name.partition("::")[0] for name in plan.test_names()})
     request = json.dumps({"secret": secret, "mode": plan.mode, "child": PYTEST, "files": names}).encode()
     sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
     try:
@@ -230,7 +230,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
     if not isinstance(tests, dict):
         return Outcome(broken=_ending(done), late=late)
     said = _texts(tests)
-    stopped = len(said) < len(tests) or (plan.mode == "pytest" and not set(plan.expected()) <= set(said))
+    stopped = len(said) < len(tests) or (plan.mode == "pytest" and not set(plan.test_names()) <= set(said))
     return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "", late=late)
 
 

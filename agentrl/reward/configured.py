@@ -42,7 +42,7 @@ class ConfiguredVerifier(Section):
     truth: str = Field("answer", min_length=1)
     """Key of `task.data` that holds the truth."""
 
-    def of(self, task: Task) -> Self:
+    def for_task(self, task: Task) -> Self:
         """These settings with those of the task. Raises `TaskError` for one that does not exist or has no such value."""
         given = task.data.get(self.name)
         if given is None:
@@ -55,7 +55,7 @@ class ConfiguredVerifier(Section):
         except ValidationError as error:
             raise TaskError(f"task {task.id}: data.{self.name}: {validation_text(error)}", fix="correct the settings in the task") from None
 
-    def wanted(self, task: Task) -> Any:
+    def truth_of(self, task: Task) -> Any:
         """The truth, a JSON value. Raises `TaskError` when the task has none."""
         if self.truth not in task.data:
             raise TaskError(f"task {task.id}: data has no {self.truth!r}", fix=f"put the truth there, or set truth=... of {self.name}")

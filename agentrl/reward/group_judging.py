@@ -66,12 +66,12 @@ class GroupJudgeScorer:
     judge: GroupJudge
     name: str  # of the judge's part of a score
     weight: float
-    alone: TaskScorer  # the verifiers of a task, and the audit
+    task_scorer: TaskScorer  # the verifiers of a task, and the audit
 
-    async def first(self, task: Task, episode: Episode) -> Score:
-        return Score(value=None, reason=WAITS) if self.weight == 1 else await self.alone(task, episode)
+    async def score_attempt(self, task: Task, episode: Episode) -> Score:
+        return Score(value=None, reason=WAITS) if self.weight == 1 else await self.task_scorer(task, episode)
 
-    async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
+    async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
         """The scores of all attempts, in their order; an attempt that is not shown keeps what it has."""
         shown = [index for index, one in enumerate(scored) if self._is_shown(one)]
         episodes = [scored[index].episode for index in shown]
@@ -87,14 +87,14 @@ class GroupJudgeScorer:
         """One score for each episode; the same reason for all where the judge gave nothing."""
         if len(episodes) < _FEWEST:
             return [Score(value=None, reason="a judge of groups compares, and there is no other attempt to compare with")] * len(episodes)
-        for attempt in range(self.alone.max_retries + 1):
+        for attempt in range(self.task_scorer.max_retries + 1):
             try:
                 scores = await self._asked(task, episodes)
                 return scores if scores[0].blame is not Blame.POLICY else await self._provoked(task, episodes, scores)
             except InfrastructureError as error:
                 log.warning("group judge %s on %s: %s", self.name, task.id, user_code.describe_error(error))
                 reason = f"group judge: {user_code.describe_error(error, _REASON)}"
-            if attempt < self.alone.max_retries:
+            if attempt < self.task_scorer.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
 
@@ -129,7 +129,7 @@ class GroupJudgeScorer:
         """
         what, since = f"group judge {self.name}", user_code.cancellation_count()
         try:
-            limit = timeout_of(self.judge, self.alone.timeout_s)
+            limit = timeout_of(self.judge, self.task_scorer.timeout_s)
             seen = with_checked_data(task)
             given = await user_code.call_user_code(lambda: self.judge(seen, tuple(episodes)), what=what, timeout_s=limit)
             return self._checked(given, episodes)
@@ -166,7 +166,7 @@ class GroupJudgeScorer:
             return replace(judged, reason=f"{self.name}: {judged.reason}"[:_REASON])
         own = {self.name: judged.value, **{f"{self.name}/{part}": value for part, value in judged.parts.items()}}
         if one.score.value is None:
-            return await self.alone.audited(task, one.episode, replace(judged, parts=own))
+            return await self.task_scorer.audit_score(task, one.episode, replace(judged, parts=own))
         value = self.weight * judged.value + (1 - self.weight) * one.score.value
         evidence = "\n".join(filter(None, [one.score.evidence, judged.evidence]))
         turns = _weighted([(self.weight, judged), (1 - self.weight, one.score)])

@@ -83,9 +83,9 @@ class TaskScorer:
         self.load(named)
         if self.sandboxes is None and (waiting := [name for name in named if needs_sandboxes(self._verifiers[name])]):
             raise PluginError(f"verifier {waiting[0]!r} judges in sandboxes", fix="pass them as TaskScorer(sandboxes=...)")
-        return await self.audited(task, episode, await self._rewarded(task, episode))
+        return await self.audit_score(task, episode, await self._rewarded(task, episode))
 
-    async def audited(self, task: Task, episode: Episode, score: Score) -> Score:
+    async def audit_score(self, task: Task, episode: Episode, score: Score) -> Score:
         """A score with what the audit says of the episode; as it is where there is none, or no value."""
         if not self.audit or score.value is None:
             return score

@@ -92,7 +92,7 @@ class SubprocessWorker:
         self._threads: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
 
-    def ask_now(self, request: Any) -> Any:
+    def call_blocking(self, request: Any) -> Any:
         """What the function gives for `request`; blocks.
 
         Raises:
@@ -106,14 +106,14 @@ class SubprocessWorker:
         finally:
             self._free.put(child)
 
-    async def ask(self, request: Any) -> Any:
+    async def call(self, request: Any) -> Any:
         """`ask_now`, awaited."""
         with self._starting:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(len(self._children), thread_name_prefix="judging")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.ask_now, request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.call_blocking, request)
 
-    async def judge(self, request: Any, *, sound: Any) -> Any:
+    async def evaluate(self, request: Any, *, sound: Any) -> Any:
         """`ask`, for a request that holds an agent's words.
 
         An agent that could make its judge fail would choose which of its answers count. So a failure at the answer, where `sound` gets
@@ -128,13 +128,13 @@ class SubprocessWorker:
             TaskError, InfrastructureError: see `ask_now`.
         """
         with contextlib.suppress(CallFailed, CallTimeout):
-            return await self.ask(request)
+            return await self.call(request)
         try:
-            await self.ask(sound)
+            await self.call(sound)
         except (CallFailed, CallTimeout) as error:
             raise ControlFailed(f"it cannot be judged: what must be sound {error}") from None
         try:
-            return await self.ask(request)
+            return await self.call(request)
         except (CallFailed, CallTimeout) as error:
             raise AnswerFault(str(error)) from None
 

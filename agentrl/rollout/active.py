@@ -259,9 +259,9 @@ class ActiveEpisode:
         """Whether the episode's time is up, so that no further turn is sampled."""
         return self.requests.out_of_time
 
-    def time_is_up(self) -> Failure | None:
+    def timeout_failure(self) -> Failure | None:
         """The failure of this episode at the end of its time, with the blame of `agentrl.rollout.pace.blame_for_timeout`."""
-        return self.requests.ended(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
+        return self.requests.timeout_failure(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
     def untouched(self) -> bool:
@@ -277,13 +277,13 @@ class ActiveEpisode:
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
-    def cancelled(self, reason: str) -> Cancelled:
+    def cancellation_record(self, reason: str) -> Cancelled:
         """What it had come to when its group went on without it."""
         own = [turn for line in self.record() for turn in line.own_turns]
         tokens = sum(turn.sampled for turn in own)
         return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
 
-    def ended(self, stop_reason: str) -> str:
+    def check_result(self, stop_reason: str) -> str:
         """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""
         if not isinstance(self.answer, str | None):
             kind, self.answer = type(self.answer).__name__, None
@@ -319,9 +319,9 @@ class ActiveEpisode:
             )
         return made
 
-    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
+    def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
         self.stage = "generate"
-        return self.requests.elsewhere(at_most, within_s=within_s)
+        return self.requests.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
         """It holds the task's files, or what the working directory held when the state was captured that the episode began from."""
@@ -340,9 +340,9 @@ class ActiveEpisode:
         self._place.lost = lost
 
     async def working_copy(self) -> bytes | None:
-        return await self._place.copy()
+        return await self._place.working_copy()
 
-    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+    def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
         return open_sub_episode(self, copy, self._places)
 
     @contextmanager
@@ -360,7 +360,7 @@ class ActiveEpisode:
             if self._running == 0:  # time counts once, however many calls it went by with
                 self.program_s += ended - self._since
 
-    def shown(self, output: str) -> str:
+    def clip_output(self, output: str) -> str:
         left = self.task.limits.all_output_chars - self._output_chars
         self._output_chars += min(len(output), left)
         if len(output) <= left:

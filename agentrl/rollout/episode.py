@@ -37,7 +37,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
-    hosted: RequestRouter = lambda episode_id, task_key: nullcontext()
+    router: RequestRouter = lambda episode_id, task_key: nullcontext()
     pace: Pace = field(default_factory=Pace)  # of the policy's server, so far in this run
 
     async def run(
@@ -85,7 +85,7 @@ class EpisodeRunner:
         )
         on_begin(life)
         try:
-            with self.hosted(episode_id, task.key):
+            with self.router(episode_id, task.key):
                 stop_reason, collected, failures = await self._attempt(life)
         finally:
             await life.close()
@@ -111,7 +111,7 @@ class EpisodeRunner:
         wall = asyncio.timeout(max(0.0, limit_s - life.spent_s))
         try:
             async with wall:
-                stop_reason = life.ended(await self._act(life, limit_s))
+                stop_reason = life.check_result(await self._act(life, limit_s))
             if stop_reason == WALL_LIMIT and life.out_of_time:
                 return _out_of_time(life)
             if not life.task.outputs or life.sandbox_lost:
@@ -134,7 +134,7 @@ class EpisodeRunner:
 
 def _out_of_time(life: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
     """The end of an episode that runs out of time: it has no outputs, and its turns count if the policy is to blame."""
-    failure = life.time_is_up()
+    failure = life.timeout_failure()
     return WALL_LIMIT, CollectedOutputs(files={}), () if failure is None else (failure,)
 
 

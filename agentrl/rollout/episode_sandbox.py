@@ -53,7 +53,7 @@ class EpisodeSandbox:
         """What the working directory holds; None: what the task's begins with. Raises as `Sandbox.snapshot` does."""
         return self._snapshot if self._sandbox is None else await self._sandbox.snapshot()
 
-    async def copy(self) -> bytes | None:
+    async def working_copy(self) -> bytes | None:
         """See `LiveEpisode.working_copy`."""
         self._life.stage = "sandbox"
         started = time.monotonic()

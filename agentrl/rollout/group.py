@@ -39,11 +39,11 @@ EpisodeScorer = Callable[[Task, Episode], Awaitable[Score]]
 class GroupScoring(Protocol):
     """Judges the attempts of a group together."""
 
-    async def first(self, task: Task, episode: Episode) -> Score:
+    async def score_attempt(self, task: Task, episode: Episode) -> Score:
         """What an attempt gets when it has ended, as a `EpisodeScorer` gives it."""
         ...
 
-    async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
+    async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
         """The scores of all attempts when all have ended, in their order."""
         ...
 
@@ -101,19 +101,19 @@ class GroupRunner:
     """Runs groups and single episodes, as many at once as `slots` lets in."""
 
     runner: EpisodeRunner
-    score: EpisodeScorer
-    together: GroupScoring | None = None  # in place of `score` in groups
+    scorer: EpisodeScorer
+    group_scoring: GroupScoring | None = None  # in place of `score` in groups
     slots: AbstractAsyncContextManager[object]  # entered by each attempt when it may begin
     group_size: int
     max_retries: int
     spare_attempts: int = 0  # begun beyond these, and cancelled when so many count; none beside `branching`
     stop_equal_after: int = 0  # begun before the others, which are not where these score the same; 0: all begin at once
     branching: BranchingConfig | None = None
-    keeper: EpisodeCheckpoints | None = None
+    checkpoints: EpisodeCheckpoints | None = None
     memory: MemorySource | None = None
     on_attempt: AttemptListener = lambda failure: None
 
-    async def group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
+    async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """All attempts at one task, in order, those that are left out included; all are when the task is broken.
 
         Args:
@@ -132,7 +132,7 @@ class GroupRunner:
             except _BrokenTask:
                 race.stop()
                 raise
-            race.ended(place, scored)
+            race.record_end(place, scored)
 
         def begin(place: GroupAttempt) -> asyncio.Task[None] | None:
             attempt = play(place)
@@ -153,8 +153,8 @@ class GroupRunner:
         if broken is not None:
             return excluded_group(index, task.id, task.key, broken, size=self.group_size)
         scored = race.episodes
-        if self.together is not None:
-            scored = await self._judged(self.together, task, scored)
+        if self.group_scoring is not None:
+            scored = await self._judged(self.group_scoring, task, scored)
             if (broken := next((one for each in scored for one in each.episode.failures if one.blame is Blame.TASK), None)) is not None:
                 return excluded_group(index, task.id, task.key, broken, size=self.group_size)
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
@@ -163,7 +163,7 @@ class GroupRunner:
         """The attempts with the scores that they are given together. A judge that fails leaves them unscored."""
         since = user_code.cancellation_count()
         try:
-            scores = await judge.together(task, scored)
+            scores = await judge.score_group(task, scored)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
             why = failure_from_error(error, stage="score")
@@ -183,7 +183,7 @@ class GroupRunner:
             judged.append(ScoredEpisode(episode=episode, score=score))
         return tuple(judged)
 
-    async def episode(
+    async def run_episode(
         self,
         task: Task,
         *,
@@ -202,7 +202,7 @@ class GroupRunner:
         Raises:
             SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
         """
-        return await self._episode(task, name, start, on_turn, self.score, always=always)
+        return await self._episode(task, name, start, on_turn, self.scorer, always=always)
 
     async def _episode(
         self,
@@ -232,7 +232,7 @@ class GroupRunner:
                 break
             self.on_attempt(failure)
             if attempt < self.max_retries:
-                if place is not None and place.replaced():
+                if place is not None and place.abandon():
                     break
                 await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # a restarting part gets a moment
         return _unscored(episode, failure)
@@ -287,14 +287,16 @@ class GroupRunner:
         fork, since = member.stem_of, user_code.cancellation_count()
         try:
             if isinstance(found, ScoredEpisode):
-                waits = self.together is None and found.score.reason == AWAITING_GROUP_JUDGE  # and nobody will judge its group any more
-                return replace(found, score=await self.score(task, found.episode)) if waits else found
+                waits = (
+                    self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE
+                )  # and nobody will judge its group any more
+                return replace(found, score=await self.scorer(task, found.episode)) if waits else found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
                 fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # past it, branches have their own
             if member.fork is not None and fork is None and found is None:
                 found = await member.fork.state
-            on_turn = None if fork is None and self.keeper is None else self._watching(member, task)
-            scorer, alone = (self.score, True) if self.together is None else (self.together.first, False)
+            on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
+            scorer, alone = (self.scorer, True) if self.group_scoring is None else (self.group_scoring.score_attempt, False)
             scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, place=place)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
@@ -306,9 +308,9 @@ class GroupRunner:
         broken = next((failure for failure in scored.episode.failures if failure.blame is Blame.TASK), None)
         if broken is not None:
             raise _BrokenTask(broken)
-        if self.keeper is not None:
+        if self.checkpoints is not None:
             with _safety_net():
-                await self.keeper.finish(member.group, member.number, scored)
+                await self.checkpoints.save_scored(member.group, member.number, scored)
         return scored
 
     def _watching(self, member: _Member, task: Task) -> TurnListener:
@@ -317,16 +319,16 @@ class GroupRunner:
         async def on_turn(turns: int, capture: CaptureState) -> None:
             fork = member.stem_of
             forks = fork is not None and not fork.state.done() and fork.turn <= turns < task.limits.turns
-            if self.keeper is None and not forks:
+            if self.checkpoints is None and not forks:
                 return
             state = await capture()
             if state is None:
                 return
-            if self.keeper is not None:
+            if self.checkpoints is not None:
                 # The stem's comes first: a stem that is found at its turn can branch again, branches of a lost one could not be told.
                 for number in (member.number, *(fork.branches if fork is not None and forks else ())):
                     with _safety_net():
-                        await self.keeper.keep(member.group, number, state)
+                        await self.checkpoints.save_state(member.group, number, state)
             if fork is not None and forks:
                 fork.settle(state)
 
@@ -335,9 +337,9 @@ class GroupRunner:
     async def _found(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
         """What a process that died left of this attempt, if it can still be used."""
         found: EpisodeState | ScoredEpisode | None = None
-        if self.keeper is not None:
+        if self.checkpoints is not None:
             with _safety_net():
-                found = await self.keeper.find(member.group, member.number)
+                found = await self.checkpoints.load(member.group, member.number)
         if found is None:
             return None
         episode = found.episode if isinstance(found, ScoredEpisode) else found

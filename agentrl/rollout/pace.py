@@ -254,7 +254,7 @@ class Pace:
             usual, (tokens + PROMPT_TOKEN_WORK * reads) * seconds, (tokens * in_flight + PROMPT_TOKEN_WORK * (reads + others)) / throughput
         )
 
-    def measured(self, token_s: float) -> None:
+    def set_idle_token_s(self, token_s: float) -> None:
         """Sets the time per token of an idle server for a pace without history. The first requests are compared with it.
 
         Until there are other measurements, requests in flight share this throughput, which is a lower bound for any server.
@@ -266,7 +266,7 @@ class Pace:
             history.add(seconds, 1.0, _MEASURED)
         self._measured_s = token_s
 
-    def slow_start(self) -> str:
+    def slow_start_alert(self) -> str:
         """An alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
         if self._measured_s is None or len(self._all) < _FIRST:
             return ""

@@ -143,7 +143,7 @@ class EpisodeRequests:
         return made
 
     @contextmanager
-    def elsewhere(self, at_most: int, *, within_s: float) -> Iterator[TimedExternalRequest]:
+    def external_request(self, at_most: int, *, within_s: float) -> Iterator[TimedExternalRequest]:
         """See `LiveEpisode.elsewhere`."""
         request, most, left_s = self.pace.begin(loop_time()), at_most, min(within_s, max(0.0, self.left_s))
         usual_s = self.pace.usual_s(at_most, self.pace.in_flight, cut=True)
@@ -157,7 +157,7 @@ class EpisodeRequests:
             reading = self.pace.end(request, loop_time(), tokens=asked.tokens, at_most=most)
             self.sampling.end(loop_time(), reading)
 
-    def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
+    def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
         """The failure of an episode that ran out of time, with its blame; None if the policy's programs took most of the time."""
         sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
         blame = blame_for_timeout(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)

@@ -29,11 +29,11 @@ class GroupAttempt:
     job: asyncio.Task[None] | None = None  # None: it has not begun
     life: ActiveEpisode | None = None  # the newest that it played
     scored: ScoredEpisode | None = None  # None: it has not ended
-    given_up: bool = False
+    abandoned: bool = False
 
-    def replaced(self) -> bool:
+    def abandon(self) -> bool:
         """Whether another attempt takes this place after a fault, so that nothing has to be tried again; from then on it does."""
-        return self.race.give_up(self)
+        return self.race.abandon(self)
 
 
 class AttemptScheduler:
@@ -52,38 +52,38 @@ class AttemptScheduler:
     def __init__(
         self, names: Sequence[str], *, group: int, size: int, begin: Callable[[GroupAttempt], asyncio.Task[None] | None], first: int = 0
     ) -> None:
-        self.places = tuple(GroupAttempt(self, number, name, group) for number, name in enumerate(names))
+        self.attempts = tuple(GroupAttempt(self, number, name, group) for number, name in enumerate(names))
         self.counted: list[GroupAttempt] = []  # in the order in which they ended
         self._size, self._spare, self._first = size, len(names) - size, first or size
         self._begin = begin
-        self._waiting = list(self.places)
+        self._waiting = list(self.attempts)
         self._before: list[GroupAttempt] = []  # that had ended before; no other begins until they are in
         self._may_count = len(names)
         self._over, self._reason = False, SPARE
 
     def start(self, ended: Sequence[int] = ()) -> None:
         """Begins. `ended`: numbers of attempts that a process that died had finished: they come before any other is thought of."""
-        self._before = [place for place in self.places if place.number in ended]
+        self._before = [place for place in self.attempts if place.number in ended]
         for place in self._before:
             self._play(place)
         self._go_on()
 
-    def ended(self, place: GroupAttempt, scored: ScoredEpisode) -> None:
+    def record_end(self, place: GroupAttempt, scored: ScoredEpisode) -> None:
         """Told of every attempt that has ended, when it has."""
         place.scored = scored
         if counts_for_group(scored):
             if not self._over:
                 self.counted.append(place)
-        elif not place.given_up:
+        elif not place.abandoned:
             self._may_count -= 1
         self._go_on()
 
-    def give_up(self, place: GroupAttempt) -> bool:
+    def abandon(self, place: GroupAttempt) -> bool:
         """Whether the group has enough attempts without this one."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
-            place.given_up = True
-        return place.given_up
+            place.abandoned = True
+        return place.abandoned
 
     def stop(self) -> None:
         """No further attempt begins: the group comes to nothing."""
@@ -93,7 +93,7 @@ class AttemptScheduler:
     def episodes(self) -> tuple[ScoredEpisode, ...]:
         """The attempts that the group has, in order: those that count, and those that were left out or have no score."""
         kept = {place.number for place in self.counted}
-        return tuple(one.scored for one in self.places if one.scored and (one.number in kept or not counts_for_group(one.scored)))
+        return tuple(one.scored for one in self.attempts if one.scored and (one.number in kept or not counts_for_group(one.scored)))
 
     @property
     def cancelled(self) -> tuple[Cancelled, ...]:
@@ -101,7 +101,7 @@ class AttemptScheduler:
         kept = {place.number for place in self.counted}
         return tuple(
             _cancelled(one, self._reason)
-            for one in self.places
+            for one in self.attempts
             if one.number not in kept and (one.scored is None or counts_for_group(one.scored))
         )
 
@@ -118,7 +118,7 @@ class AttemptScheduler:
             self._end(EQUAL)
             return
         wanted = self._size if len(self.counted) >= self._first else self._first
-        playing = sum(place.job is not None and place.scored is None for place in self.places)
+        playing = sum(place.job is not None and place.scored is None for place in self.attempts)
         while self._waiting and playing + len(self.counted) < wanted + self._spare:
             self._play(self._waiting[0])
             playing += 1
@@ -129,7 +129,7 @@ class AttemptScheduler:
 
     def _end(self, reason: str) -> None:
         self._over, self._reason = True, reason
-        for place in self.places:
+        for place in self.attempts:
             if place.scored is None and place.job is not None:
                 place.job.cancel()
 
@@ -150,4 +150,4 @@ def _cancelled(place: GroupAttempt, reason: str) -> Cancelled:
         return Cancelled(episode_id=episode.id, reason=reason, turns=turns, tokens=episode.completion_tokens, wall_s=episode.wall_s)
     if place.life is None:
         return Cancelled(episode_id=f"{place.name}-a0", reason=reason, begun=False)
-    return place.life.cancelled(reason)
+    return place.life.cancellation_record(reason)

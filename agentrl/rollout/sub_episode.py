@@ -87,8 +87,8 @@ class SubEpisode:
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
         return self._life.open(agent, parent=parent, prompt=prompt)
 
-    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
-        return self._life.elsewhere(at_most, within_s=within_s)
+    def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
+        return self._life.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
         sandbox = await self._workplace.sandbox()
@@ -96,16 +96,16 @@ class SubEpisode:
         return self._fresh
 
     async def working_copy(self) -> bytes | None:
-        return await self._workplace.copy()
+        return await self._workplace.working_copy()
 
-    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
-        return self._life.apart(copy)
+    def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+        return self._life.sub_episode(copy)
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
         return self._life.running(sandbox)
 
-    def shown(self, output: str) -> str:
-        return self._life.shown(output)
+    def clip_output(self, output: str) -> str:
+        return self._life.clip_output(output)
 
     def add_failure(self, failure: Failure) -> None:
         self._life.add_failure(failure)

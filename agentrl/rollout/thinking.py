@@ -74,6 +74,6 @@ def join_completions(first: Completion, rest: Completion, forced: tuple[int, ...
         logprobs=(*first.logprobs, *(0.0,) * len(forced), *rest.logprobs),
         versions=tuple(spans),
         finish_reason=rest.finish_reason,
-        supports=Supports.joined((next(supports), len(forced), next(supports))),
+        supports=Supports.join((next(supports), len(forced), next(supports))),
         forced=tuple(range(start, end)),
     )

@@ -53,7 +53,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
                     await _pipeline(run)
             finally:
                 with warn_on_error(run.folder, "counting what was begun"):
-                    run.begun = _begun(run)
+                    run.unfinished_groups = _begun(run)
             run.tracker.stage("close", "learner, server and sandboxes")
     except BaseException as error:
         if run is not None:
@@ -73,7 +73,7 @@ async def _pipeline(run: Run) -> None:
         learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
         await run.start_serving(newest, judging=not is_concluded(run), learning=needed)
         run.registry.set_state(newest.number, VersionState.SERVING)
-        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch(), watch_external_servers(run.tracker.alert)]
+        watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch(), watch_external_servers(run.tracker.alert)]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         if run.gate_server is not None:
@@ -134,7 +134,7 @@ async def _roll_out(run: Run) -> None:
 async def _swap_versions(run: Run) -> None:
     """Takes each version the learner publishes into the server, in order, but for those it has rolled back, and has the gate judge them."""
     async with schedule_gate(run) as gate:
-        await gate.look()
+        await gate.evaluate_due()
         number = run.served.version + 1
         while run.served.version < run.stop_at:
             if is_retracted(run):
@@ -154,17 +154,17 @@ async def _swap_versions(run: Run) -> None:
                     continue  # it was retracted or rolled back meanwhile, which is why it could not be loaded
             await finish_step(run, version, report)
             if report is not None:
-                await gate.look()
+                await gate.evaluate_due()
             number += 1
 
 
 def _report(run: Run, error: BaseException | None = None) -> Summary:
-    how = _ended(run.folder, error, interrupted=run.interrupted, figures=run.faults.figures())
+    how = _ended(run.folder, error, interrupted=run.interrupted, figures=run.fault_rate.attempt_metrics())
     with warn_on_error(run.folder, "the digest of failures"):
         write_digest(run.folder)
     backend, stages = run.sandboxes.name, run.clock.wall_s
     interrupted = how == "interrupted"
-    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=run.begun)
+    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=run.unfinished_groups)
     summary.write(run.folder)
     with warn_on_error(run.folder, f"the report (agentrl report {run.folder} writes it again)"):
         write_report(run.folder)

@@ -17,8 +17,8 @@ from agentrl.session.transcript import append_transcripts, transcript
 async def roll_out_step(run: Run, step: int) -> None:
     """Makes the groups of a step that are not stored yet; for each that has no preference another one, as far as the recipe allows."""
     if run.memory is not None:
-        await run.memory.reach(step)
-    await run.taught.reach(step)
+        await run.memory.prepare_step(step)
+    await run.group_tasks.prepare_step(step)
     block = run.step_groups.indices(step)
     waiting = iter(block)
 
@@ -37,8 +37,8 @@ async def roll_out_group(run: Run, index: int) -> Group:
     step = run.step_groups.step_of(index)
     group, task = await _sampled(run, index, step)
     group = _stored(run, group)
-    run.running.forget(index)
-    run.capture.group(task, group, step=step)
+    run.running.remove_group(index)
+    run.capture.capture_group(task, group, step=step)
     run.tracker.progress(index, group)
     run.quarantine.add(group)
     if task is not None:
@@ -48,7 +48,7 @@ async def roll_out_group(run: Run, index: int) -> Group:
 
 def _note(run: Run, task: Task, group: Group, *, step: int) -> None:
     """What is written down of a stored group beside the store: what it taught, answers that notes gave away, an episode to read."""
-    run.taught.add(task, group)
+    run.group_tasks.record(task, group)
     if told := record_answer_leaks(run.folder, task, group.episodes, phase="train", step=step):
         run.tracker.alert(told)
     if group.index == run.step_groups.indices(step)[0]:
@@ -73,11 +73,11 @@ async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]
     """The group of a task; without a single attempt when the task is broken, known to be or not even made (then it is None)."""
     size = run.recipe.rollout.group_size
     try:
-        task = run.taught.task(index)
+        task = run.group_tasks.task(index)
     except Exception as error:  # a family may raise anything (see make_task); the task is a pure function of the index, so it always will
         if not isinstance(error, UserError):
             user_code.log_unexpected(f"task of group {index}", error)
         return excluded_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
-    if (fault := run.quarantine.known(task.key)) is not None:
+    if (fault := run.quarantine.known_fault(task.key)) is not None:
         return excluded_group(index, task.id, task.key, fault, size=size), task
-    return await run.groups.group(index, task, oldest_version=step - run.recipe.max_staleness), task
+    return await run.groups.run_group(index, task, oldest_version=step - run.recipe.max_staleness), task

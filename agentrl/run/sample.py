@@ -95,29 +95,29 @@ class SampleResult:
     """What a run folder holds after sampling."""
 
     folder: Path
-    asked: int  # groups
-    whole: AttemptTotals
+    requested: int  # groups
+    totals: AttemptTotals
     by_kind: dict[str, AttemptTotals]
     unfinished: bool  # interrupted before all groups were made
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         kinds = {kind: came.as_json() for kind, came in self.by_kind.items()}
-        rest = {"groups": self.asked, "unfinished": self.unfinished, "left_out_reasons": self.whole.left_out_reasons}
-        return {"folder": str(self.folder), **rest, "all": self.whole.as_json(), "by_kind": kinds}
+        rest = {"groups": self.requested, "unfinished": self.unfinished, "left_out_reasons": self.totals.left_out_reasons}
+        return {"folder": str(self.folder), **rest, "all": self.totals.as_json(), "by_kind": kinds}
 
     def evaluation(self) -> SplitEvaluation:
         """The same as an evaluation of the training tasks."""
-        tries = list(self.whole.tries.values())
+        tries = list(self.totals.tries.values())
         tokens = [one.tokens for some in tries for one in some]
         kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
         return SplitEvaluation(
-            rate=self.whole.rate,
+            rate=self.totals.rate,
             by_kind=kinds,
             attempts=max(map(len, tries), default=0),
-            episodes=len(tokens) + self.whole.left_out,
-            left_out=self.whole.left_out,
-            left_out_reasons=self.whole.left_out_reasons,
+            episodes=len(tokens) + self.totals.left_out,
+            excluded=self.totals.left_out,
+            excluded_reasons=self.totals.left_out_reasons,
             tokens_mean=statistics.fmean(tokens) if tokens else None,
             pass_at=pass_at_attempt_counts(tries),
             compute=compute_curves(tries),
@@ -137,7 +137,7 @@ async def sample(
         groups: None: as many as were asked for before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
     asked = _asked(start.folder, groups)
-    async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single(recipe.rollout)) as run:
+    async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single_step(recipe.rollout)) as run:
         write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": asked}) + "\n")
         with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
             if missing := [index for index in range(asked) if not run.store.has(index)]:
@@ -165,7 +165,7 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
     assert base is not None, "version 0 was registered"
     await run.start_serving(base)
     async with asyncio.TaskGroup() as parts:
-        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch()]
+        watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
         if run.sandboxes.name == "docker":
             watching.append(watch_daemon(run.tracker.alert))
         watchers = [parts.create_task(one) for one in watching]
@@ -177,8 +177,8 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
 async def sample_groups(run: Run, indices: Sequence[int]) -> None:
     """Makes these groups in their order, as many at once as keep all slots busy; no new ones once the run is interrupted."""
     if run.memory is not None:
-        await run.memory.reach(0)
-    await run.taught.reach(0)
+        await run.memory.prepare_step(0)
+    await run.group_tasks.prepare_step(0)
     rollout = run.recipe.rollout
     waiting, began, made = iter(indices), time.monotonic(), 0
     every = math.ceil(len(indices) / _TOLD)
@@ -221,7 +221,7 @@ def sample_result(run: Run, asked: int) -> SampleResult:
             came.add(group, min_group_size=size)
         if task is not None:
             append_lines(path, (json_line(transcript(task, one, phase="train", step=0)) for one in group.episodes))
-    return SampleResult(folder=run.folder, asked=asked, whole=whole, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
+    return SampleResult(folder=run.folder, requested=asked, totals=whole, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
 
 
 def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
@@ -229,7 +229,7 @@ def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
     for index in range(asked):
         if run.store.has(index):
             try:
-                task = run.taught.task(index)
+                task = run.group_tasks.task(index)
             except Exception:  # a family may raise anything; make_group has told it, and the group says why
                 task = None
             yield run.store.groups([index])[0], task

@@ -68,13 +68,21 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
     measure.record_excluded(run.folder, version.number, groups)
     if wall_s is not None:
         run.last_step_at = now
-        metrics |= DRIVER_LAG.figures()
-    return metrics | run_memory.memory_metrics(groups) | run.faults.figures() | run.faults.suspects() | run.served.figures()
+        metrics |= DRIVER_LAG.metrics()
+    return (
+        metrics
+        | run_memory.memory_metrics(groups)
+        | run.fault_rate.attempt_metrics()
+        | run.fault_rate.suspect_metrics()
+        | run.served.figures()
+    )
 
 
 def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:
     run.tracker.log(version.number, metrics)
     pace = run.groups.runner.pace
     save_pace(pace, run.recipe, run.folder)
-    for line in filter(None, (*measure.step_alerts(run.folder, version.number - 1), run.faults.suspicion(), pace.slow_start())):
+    for line in filter(
+        None, (*measure.step_alerts(run.folder, version.number - 1), run.fault_rate.suspect_alert(), pace.slow_start_alert())
+    ):
         run.tracker.alert(line)

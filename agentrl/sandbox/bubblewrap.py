@@ -82,9 +82,9 @@ class BubblewrapBackend(ChannelBackend):
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:  # nothing here waits for a process to end
             write_run_label(folder, self.name, self.run_label)
-            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            listener = egress.EgressListener.for_spec(name, spec, folder)
             if listener is not None:
-                undo.callback(listener.abandon)
+                undo.callback(listener.discard)
             group = self._hierarchy.group(name) if self._hierarchy is not None else None
             if group is not None:
                 undo.callback(group.remove)
@@ -106,7 +106,7 @@ class BubblewrapBackend(ChannelBackend):
                 await asyncio.to_thread(group.remove)
             await asyncio.to_thread(remove_folder, folder)
 
-        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.of(options, process.pid).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.from_options(options, process.pid).kill_programs)
         sandbox = ChannelSandbox(name, spec, channel, destroy)
         return await self._greeted(sandbox, channel, listener, explain=lambda: f"bwrap says: {_log(folder) or 'nothing'}")
 
@@ -130,7 +130,7 @@ class BubblewrapBackend(ChannelBackend):
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
             log = stack.enter_context(open(folder / "log", "wb"))
-            server = ["python3", "-I", image.program_inside, f"fd:{link}", json.dumps(options)]
+            server = ["python3", "-I", image.program_path, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
                 ["bwrap", "--args", str(args_read), *server],
                 stdin=subprocess.DEVNULL,
@@ -152,7 +152,7 @@ class BubblewrapBackend(ChannelBackend):
 
     def _confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
         assert self._hierarchy is not None
-        self._hierarchy.make(name, spec).add(pid)
+        self._hierarchy.create(name, spec).add(pid)
 
     def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.ControlGroup | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
@@ -166,7 +166,7 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--size", "65536", "--tmpfs", "/sys"]
         for parent in reversed(PurePath(limits.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_inside]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_path]
         for place, source in shown.items():
             words += ["--ro-bind", str(source), place]
         if group is not None and group.memory_events.exists():

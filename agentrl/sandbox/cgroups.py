@@ -49,7 +49,7 @@ class Hierarchy:
 
     kind: Literal["v1", "v2"]
 
-    def make(self, name: str, spec: SandboxSpec) -> ControlGroup:
+    def create(self, name: str, spec: SandboxSpec) -> ControlGroup:
         """Makes the group of sandbox `name` with the limits of `spec`. Raises `SandboxError`."""
         group = self.group(name)
         try:

@@ -114,7 +114,7 @@ class Channel:
         await self._writer.drain()
         return await asyncio.shield(call.done)
 
-    def stop_clocks(self) -> None:
+    def pause_deadlines(self) -> None:
         """Calls in flight wait without a deadline until `start_clocks`: the sandbox is paused."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
@@ -122,7 +122,7 @@ class Channel:
                 call.left_s = when - now
                 call.deadline.reschedule(None)
 
-    def start_clocks(self) -> None:
+    def resume_deadlines(self) -> None:
         """Calls that were in flight at `stop_clocks` have left what they had left then."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():

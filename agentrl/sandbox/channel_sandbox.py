@@ -122,13 +122,13 @@ class ChannelSandbox:
 
     async def pause(self) -> None:
         """Stops every program, and its clock; may be called while one runs. Memory stays in use. Who is woken all the same is killed."""
-        self._channel.stop_clocks()
+        self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 
     async def resume(self) -> None:
         """Lets the programs go on."""
         await self._channel.call("resume", timeout_s=GRACE_S)
-        self._channel.start_clocks()
+        self._channel.resume_deadlines()
 
     async def close(self) -> None:
         """Destroys the sandbox. Idempotent; carried through even when the caller is cancelled."""

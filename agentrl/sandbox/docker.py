@@ -129,7 +129,7 @@ class DockerBackend(ChannelBackend):
         What starts sandboxes in a shared container has rights there that nothing has in a sandbox's own, and is run by the image's python3.
         So that comes from a distribution's packages, and not out of a Dockerfile that came with a task.
         """
-        if image.packaged and not spec.runtime and not self._alone:
+        if image.from_packages and not spec.runtime and not self._alone:
             try:
                 return await self._start_shared(spec, image)
             except SandboxError as error:
@@ -147,9 +147,9 @@ class DockerBackend(ChannelBackend):
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
             write_run_label(folder, self.name, self.run_label)
-            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            listener = egress.EgressListener.for_spec(name, spec, folder)
             if listener is not None:
-                undo.callback(listener.abandon)
+                undo.callback(listener.discard)
             options = limits.server_options(name, spec)
             link = await self._connect(name, self._container(spec, image, folder, options), folder, image.program)
             reader, writer = await asyncio.open_unix_connection(sock=link, limit=STREAM_BYTES)
@@ -165,7 +165,7 @@ class DockerBackend(ChannelBackend):
             else:
                 await self._discard(name)
 
-        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.of(options, 0).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.from_options(options, 0).kill_programs)
         return await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
 
     # A container for several sandboxes ---------------------------------------------------------------------------------
@@ -175,11 +175,11 @@ class DockerBackend(ChannelBackend):
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
             write_run_label(folder, self.name, self.run_label)
-            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            listener = egress.EgressListener.for_spec(name, spec, folder)
             if listener is not None:
-                undo.callback(listener.abandon)
-            container = await self._shared.take((image.tree, image.server, spec), lambda: self._new_container(spec, image))
-            undo.callback(self._shared.give_back, container)
+                undo.callback(listener.discard)
+            container = await self._shared.acquire((image.tree, image.server, spec), lambda: self._new_container(spec, image))
+            undo.callback(self._shared.release, container)
             keeper = container.starting.result()
             ours, theirs = socket.socketpair()
             with theirs:
@@ -187,7 +187,7 @@ class DockerBackend(ChannelBackend):
                 reader, writer = await asyncio.open_unix_connection(sock=ours, limit=STREAM_BYTES)  # closes `ours` when it fails
                 undo.callback(writer.close)
                 described = self._room(name, spec)
-                room = _hand_over(keeper, described, theirs, folder / egress.LINK if listener else None, image.instead)
+                room = _hand_over(keeper, described, theirs, folder / egress.LINK if listener else None, image.replacement)
             undo.pop_all()
 
         async def destroy(ended: bool) -> None:
@@ -197,10 +197,10 @@ class DockerBackend(ChannelBackend):
             try:
                 await keeper.end(room, PATIENCE_S if ended else 0.0)
             finally:
-                self._shared.give_back(container)
+                self._shared.release(container)
                 await asyncio.to_thread(remove_folder, folder)
 
-        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.of(described["options"], 0).end_programs)
+        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.from_options(described["options"], 0).kill_programs)
         try:
             sandbox = await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
         except SandboxError as error:
@@ -345,7 +345,7 @@ class DockerBackend(ChannelBackend):
         }
         if spec.runtime:
             host["Runtime"] = spec.runtime
-        command = [image.program_inside, "connect:/agentrl/link", json.dumps(options)]
+        command = [image.program_path, "connect:/agentrl/link", json.dumps(options)]
         return self._labelled({"Image": image.tree, "Entrypoint": ["python3", "-I", *command], "HostConfig": host})
 
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
@@ -544,8 +544,8 @@ def _made(api: docker.APIClient, image: images.Image, progress: images.Progress)
     """Tags the image that the daemon has built or pulled; False when its file tree must be imported instead."""
     if isinstance(image.recipe, BuildContext):
         images.ensure_built(image, progress)
-        if builds.usable_as_is(image.built):
-            api.tag(image.built, *image.tag.split(":"))
+        if builds.usable_as_is(image.built_tag):
+            api.tag(image.built_tag, *image.tag.split(":"))
             return True
         return False
     return bool(image.recipe.pull) and _pulled(api, image, image.recipe.pull, progress)

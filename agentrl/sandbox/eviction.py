@@ -35,7 +35,7 @@ _HALF_MADE = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")
 class UnusedFile:
     """Something unused for `days`: `UnusedFile(what="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
 
-    what: str  # tag of an image of the daemon, or path below the cache
+    name: str  # tag of an image of the daemon, or path below the cache
     size: int  # bytes; layers shared by several of the daemon's images are counted for each
     days: float
 
@@ -61,13 +61,13 @@ def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[U
     half_made = {path for path in files if _HALF_MADE.fullmatch(path.name)}
     age = min((_age(path) for path in files if path not in half_made), default=float("inf"))
     doomed = files if age >= days else [path for path in files if path in half_made or _old_server(path, days)]
-    unused = [UnusedFile(what=f"{folder.name}/{path.name}", size=_size(path), days=_age(path)) for path in doomed]
+    unused = [UnusedFile(name=f"{folder.name}/{path.name}", size=_size(path), days=_age(path)) for path in doomed]
     if not dry:
         for path in doomed:
             _remove(path)
     if age >= days:
         gone = tags if dry else {tag: size for tag, size in tags.items() if _untag(tag)}
-        unused += [UnusedFile(what=tag, size=size, days=age) for tag, size in sorted(gone.items())]
+        unused += [UnusedFile(name=tag, size=size, days=age) for tag, size in sorted(gone.items())]
     return unused
 
 

@@ -92,7 +92,7 @@ class Image(BaseModel):
         return f"agentrl/{self.name}:{self.recipe.key}"
 
     @property
-    def built(self) -> str:
+    def built_tag(self) -> str:
         """The daemon's name for what it built from a Dockerfile, before it is processed further."""
         return f"{self.tag}-built"
 
@@ -164,7 +164,7 @@ def ensure_built(image: Image, progress: Progress = no_progress) -> None:
     """Has the Docker daemon build the image's Dockerfile if it has not yet (see `agentrl.sandbox.builds.ensure_built`)."""
     assert isinstance(image.recipe, BuildContext)
     with locked(image, "build"):
-        builds.ensure_built(image.built, image.recipe, progress)
+        builds.ensure_built(image.built_tag, image.recipe, progress)
 
 
 def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
@@ -215,7 +215,7 @@ def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60
 def _export(image: Image) -> None:
     beside = image.folder / f"base.{os.getpid()}.tar"
     try:
-        builds.export(image.built, beside)
+        builds.export(image.built_tag, beside)
     except BaseException:
         _remove(beside)
         raise

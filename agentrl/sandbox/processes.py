@@ -33,7 +33,7 @@ class Process:
     pid: int
     parent: int
     user: int
-    inner: int  # pid in its innermost namespace
+    inner_pid: int  # pid in its innermost namespace
     state: str
 
 
@@ -46,13 +46,13 @@ class SandboxProcesses:
     top: int = 0
 
     @classmethod
-    def of(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
+    def from_options(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
         """For an exec server started with `options` (see `allowance.server_options`), below the process `top` if this user is not root."""
         if os.geteuid() == 0 or not top:
             return cls(server=options["server"], agent=options["agent"])
         return cls(server=os.geteuid(), agent=os.geteuid(), top=top)
 
-    async def end_programs(self) -> bool:
+    async def kill_programs(self) -> bool:
         """Kills the programs, and waits up to `END_S` for their end.
 
         Returns whether there were any, or the exec server was waiting for a CPU. Then a late answer is not the server's fault.
@@ -70,10 +70,10 @@ class SandboxProcesses:
 
     def _programs(self, seen: list[Process]) -> list[Process]:
         living = [process for process in self._inside(seen) if process.state not in DEAD]
-        return [process for process in living if process.user == self.agent and process.inner != 1]
+        return [process for process in living if process.user == self.agent and process.inner_pid != 1]
 
     def _servers(self, seen: list[Process]) -> list[Process]:
-        return [process for process in self._inside(seen) if process.user == self.server and process.inner == 1]
+        return [process for process in self._inside(seen) if process.user == self.server and process.inner_pid == 1]
 
     def _inside(self, seen: list[Process]) -> list[Process]:
         if not self.top:
@@ -90,7 +90,7 @@ class SandboxProcesses:
             descriptor = os.pidfd_open(process.pid)
             try:
                 now = _seen(process.pid)
-                if now is not None and (now.user, now.inner) == (process.user, process.inner):
+                if now is not None and (now.user, now.inner_pid) == (process.user, process.inner_pid):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             finally:
                 os.close(descriptor)
@@ -126,7 +126,7 @@ def _seen(pid: int) -> Process | None:
             pid=pid,
             parent=int(lines["PPid"]),
             user=int(lines["Uid"].split()[1]),
-            inner=int(lines["NSpid"].split()[-1]),
+            inner_pid=int(lines["NSpid"].split()[-1]),
             state=lines["State"].strip()[:1],
         )
     except (OSError, KeyError, ValueError, IndexError):

@@ -191,7 +191,7 @@ class ContainerPool:
         self._stop = stop
         self._containers: dict[Hashable, list[Container]] = {}
 
-    async def take(self, key: Hashable, start: Start) -> Container:
+    async def acquire(self, key: Hashable, start: Start) -> Container:
         """A container with a slot for the caller, who gives it back with `give_back`. Raises what its start raises."""
         container = next((container for container in self._containers.get(key, ()) if container.has_room), None)
         if container is None:
@@ -202,11 +202,11 @@ class ContainerPool:
         try:
             await asyncio.shield(container.starting)
         except BaseException:
-            self.give_back(container)
+            self.release(container)
             raise
         return container
 
-    def give_back(self, container: Container) -> None:
+    def release(self, container: Container) -> None:
         """Gives a slot back; containers that are used up, have failed or are too many without a sandbox are stopped."""
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()

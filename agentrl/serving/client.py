@@ -79,7 +79,7 @@ class TokenClient:
                 completion = parse_completion(answer, params, cut=bool(cutting))
                 if completion.token_ids:
                     self._answered()
-                await self._weights.settle(span.version for span in completion.versions)
+                await self._weights.wait_verified(span.version for span in completion.versions)
                 return completion
         except TimeoutError:
             raise ServingError(f"request {request_id}: no completion within {timeout_s:g} s") from None
@@ -263,7 +263,7 @@ def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
         if support.get(sampled.token_id) != sampled.logprob:
             raise ServingError(f"sampled token {sampled.token_id} is not in the support that it was sampled from, or with another logprob")
         rows.append(tuple(support))
-    return Supports.of(rows)
+    return Supports.from_rows(rows)
 
 
 def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:

@@ -66,10 +66,10 @@ class ServerProcess(ABC):
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
         self._port: ReservedPort | None = None
-        self.read_s = 0.0  # seconds per prompt token, measured at the start
+        self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
-        self.end = ""  # why it counts as dead; empty while it is alive
+        self.end_reason = ""  # why it counts as dead; empty while it is alive
         self._look_at = 0.0  # of the loop's clock
         self._computed: tuple[float, ...] = ()
         self._answers, self._answers_seen = 0, 0
@@ -92,15 +92,15 @@ class ServerProcess(ABC):
         A server that gives no answer is treated like one that computes nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
-            self.end = "it died"
+            self.end_reason = "it died"
             return False
         control, health = self._control, await self._control.health(timeout_s=HEALTH_TIMEOUT_S)
         if health == "down":
-            self.end = "its engine died"
+            self.end_reason = "its engine died"
             return False
         await self._look(control, answers=health == "answers")
-        self.end = self.liveness.overdue()
-        return not self.end
+        self.end_reason = self.liveness.overdue()
+        return not self.end_reason
 
     def answered(self) -> None:
         """Called for each answer that a client gets: it is progress, even if other routes are slow under load."""
@@ -109,7 +109,7 @@ class ServerProcess(ABC):
     async def _look(self, control: ControlPlane, *, answers: bool) -> None:
         """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether its routes answer."""
         if control.paused:  # the operation that paused it has a deadline
-            self.liveness.rest()
+            self.liveness.pause()
             return
         if self.liveness.deadline_s == math.inf:  # it was paused
             self.liveness.progress(_COMPUTING)
@@ -177,8 +177,8 @@ class ServerProcess(ABC):
         tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
         began = time.monotonic()
         await self._token(control, tokens=tokens, timeout_s=_FIRST_S)
-        self.read_s = (time.monotonic() - began) / tokens
-        self.liveness.needs_s = self.read_s * self.max_tokens
+        self.prompt_token_s = (time.monotonic() - began) / tokens
+        self.liveness.needs_s = self.prompt_token_s * self.max_tokens
 
     async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - not abstract: a server that needs nothing leaves it as it is
         """Prepares a server that answers for its first request."""

@@ -68,7 +68,7 @@ class VLLMServer(ServerProcess):
         self.end = self._condemned
         return not self._condemned and await super().alive()
 
-    def condemn(self, reason: str) -> None:
+    def mark_unsound(self, reason: str) -> None:
         """Marks the server's weights as unsound, so that `alive` is False from then on."""
         self._condemned = reason
 
@@ -105,7 +105,7 @@ class VLLMServer(ServerProcess):
         return launch_command(arguments, flags, cpu_threads=self._threads)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.judged_apart
+        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.gate_has_server
         common = server_environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 

@@ -74,7 +74,7 @@ class ServerPool:
     @property
     def cache_use(self) -> CacheUse | None:
         """Of the servers that answer; it counts as another reading once all of them have been read again."""
-        found = [replica.cache_use for replica in self._replicas if replica.open and replica.cache_use is not None]
+        found = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
         if not found:
             return None
         return CacheUse(reading=min(use.reading for use in found), shares=tuple(share for use in found for share in use.shares))
@@ -99,9 +99,9 @@ class ServerPool:
         while True:
             able = self._able() or await self._some_able()
             number = self._routing.choose(episode_id, len(prompt_ids), able=able, full=self._full())
-            completion = await self._replicas[number].answer(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            completion = await self._replicas[number].try_generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
             if completion is not None:
-                self._routing.grow(episode_id, len(prompt_ids) + len(completion.token_ids))
+                self._routing.record_context(episode_id, len(prompt_ids) + len(completion.token_ids))
                 self._sampled[number] += len(completion.token_ids)
                 return completion
 
@@ -115,7 +115,7 @@ class ServerPool:
         async with self._moving:
             began, former = time.perf_counter(), self._registry.get(self.version)
             try:
-                reports = await self._move(version, SupervisedServer.take)
+                reports = await self._move(version, SupervisedServer.load_version)
             except SwapError:
                 await self._return(former)
                 raise
@@ -132,7 +132,7 @@ class ServerPool:
         """Serves `version`, published earlier, instead of one that the learner has retracted."""
         async with self._moving:
             self._floor = min(self._floor, version.number)
-            await self._move(version, SupervisedServer.become)
+            await self._move(version, SupervisedServer.load_or_restart)
             mark_serving(self._registry, version)
             await self._tell(version)
 
@@ -165,7 +165,7 @@ class ServerPool:
 
     def _able(self) -> list[int]:
         """Servers that may be asked now."""
-        return [number for number, replica in enumerate(self._replicas) if replica.open and replica.version >= self._floor]
+        return [number for number, replica in enumerate(self._replicas) if replica.accepts_requests and replica.version >= self._floor]
 
     def _full(self) -> list[int]:
         """Servers whose caches are to take no further episode, by the newest readings."""
@@ -197,7 +197,7 @@ class ServerPool:
         try:
             async with asyncio.timeout(self._recipe.serving.startup_timeout_s) as deadline:
                 while True:
-                    found = next((replica for replica in self._replicas if replica.open), None)
+                    found = next((replica for replica in self._replicas if replica.accepts_requests), None)
                     if found is None:
                         await asyncio.sleep(POLL_S)
                         continue
@@ -219,8 +219,8 @@ class ServerPool:
         except SwapError as error:
             if self._registry.get(version.number) != version:
                 raise
-            log.warning("%s is replaced, because it refuses version %d, which another one serves: %s", replica.what, version.number, error)
-            replica.condemn(f"it refuses version {version.number}")
+            log.warning("%s is replaced, because it refuses version %d, which another one serves: %s", replica.title, version.number, error)
+            replica.request_replacement(f"it refuses version {version.number}")
             return None
 
     async def _return(self, former: PolicyVersion | None) -> None:
@@ -229,14 +229,14 @@ class ServerPool:
             return  # that was taken back, too, and the run falls back to another one
         for replica in self._late(former):
             try:
-                await replica.become(former)
+                await replica.load_or_restart(former)
             except SwapError as error:
-                replica.condemn(f"it cannot go back to version {former.number}: {error}")
+                replica.request_replacement(f"it cannot go back to version {former.number}: {error}")
 
     def _late(self, version: PolicyVersion) -> list[SupervisedServer]:
         """Servers that answer, and with another version."""
         wanted = (version.number, version.sha256)
-        return [replica for replica in self._replicas if replica.open and (replica.version, replica.sha256) != wanted]
+        return [replica for replica in self._replicas if replica.accepts_requests and (replica.version, replica.sha256) != wanted]
 
     async def _catch_up(self) -> None:
         """Brings servers that were away while the others took a version in to what the others serve."""
@@ -250,9 +250,9 @@ class ServerPool:
                     continue  # it was retracted, and the run falls back to another one
                 for replica in self._late(version):
                     try:
-                        await self._follow(replica, version, SupervisedServer.become)
+                        await self._follow(replica, version, SupervisedServer.load_or_restart)
                     except SwapError as error:
-                        log.warning("%s stays behind version %d: %s", replica.what, version.number, error)
+                        log.warning("%s stays behind version %d: %s", replica.title, version.number, error)
 
     async def _keep(self, number: int, given_up: list[int], on_loss: Callable[[], Awaitable[None]]) -> None:
         """Watches one server, until it is given up. Raises `ServingError` when it was the last one."""
@@ -264,15 +264,15 @@ class ServerPool:
             given_up.append(number)
             if len(given_up) == len(self._replicas):
                 raise
-            self._alert(f"{replica.what} is given up, and the run continues without it: {error}")
+            self._alert(f"{replica.title} is given up, and the run continues without it: {error}")
 
     def _newest(self) -> PolicyVersion | None:
         """The version that a restarted server begins with: the one that the others serve; where none does, what one server would."""
         current = self._registry.get(self.version)
-        if any(replica.open for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
+        if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current
         found = version_to_serve(self._registry)
-        if found is not None and found.number < self.version and not any(replica.open for replica in self._replicas):
+        if found is not None and found.number < self.version and not any(replica.accepts_requests for replica in self._replicas):
             self.version, self.sha256, self._floor = found.number, found.sha256, found.number
         return found
 

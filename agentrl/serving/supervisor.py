@@ -68,7 +68,7 @@ class SupervisedServer:
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
         self._name, self._newest, self._alert = name, newest or (lambda: version_to_serve(registry)), alert
-        self.what = server_title(name)
+        self.title = server_title(name)
         self._nccl = recipe.serving.weight_transfer == "nccl"
         self._server: VLLMServer | None = None
         self._gone: VLLMServer | None = None  # the server, once it was seen dead
@@ -124,19 +124,21 @@ class SupervisedServer:
         return 0.0 if self._server is None else self._server.token_s
 
     @property
-    def open(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether requests may pass now, as far as is known."""
         return self._ready.is_set() and self._server is not None and self._server is not self._gone
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         while True:
             server = await self._opened_server()
-            completion = await self.answer(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            completion = await self.try_generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
             if completion is not None:
                 return completion
             await self._replaced(server)  # it has received nothing, so its successor gets the request
 
-    async def answer(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion | None:
+    async def try_generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float
+    ) -> Completion | None:
         """Samples from the current server; None if it died before it received the request.
 
         Raises `ServerDied` if it dies later, and `ServingError` for other failures.
@@ -147,17 +149,17 @@ class SupervisedServer:
         try:
             return await client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
         except UnsentError:
-            if client is self._client and not await self.died():
+            if client is self._client and not await self.check_died():
                 raise
             return None
         except RequestRefused:
             raise
         except ServingError as error:
-            if client is self._client and not await self.died():
+            if client is self._client and not await self.check_died():
                 raise
-            raise ServerDied(f"{self.what} died: {error}") from error
+            raise ServerDied(f"{self.title} died: {error}") from error
 
-    async def died(self) -> bool:
+    async def check_died(self) -> bool:
         """Whether the server is dead; from then on it is not `open` until a successor serves, or it turns out to be alive."""
         server = self._server
         if server is not None and await server.alive():
@@ -184,7 +186,7 @@ class SupervisedServer:
         await self._start_with(version)
         mark_serving(self._registry, version)
 
-    async def take(self, version: PolicyVersion) -> SwapReport:
+    async def load_version(self, version: PolicyVersion) -> SwapReport:
         """Swaps a version into the server that runs now, and tells the registry nothing.
 
         Raises `ServerLost` when it dies meanwhile, and `SwapError` when it refuses the version three times.
@@ -193,24 +195,24 @@ class SupervisedServer:
         await self._set_version(version)
         return report
 
-    async def become(self, version: PolicyVersion) -> SwapReport | None:
+    async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
         """`take`, or where the version has no probe a server that is started with it, and no report."""
         if self._probed(version):
-            return await self.take(version)
+            return await self.load_version(version)
         await self._start_with(version)
         return None
 
-    async def bring(self, version: PolicyVersion) -> None:
+    async def load_with_retries(self, version: PolicyVersion) -> None:
         """`become`, by the server's successor where it dies meanwhile; the registry is told nothing.
 
         Raises `SwapError` after three tries on live servers, and `ServingError` when no server comes back.
         """
-        await self._outliving(self.become, version)
+        await self._outliving(self.load_or_restart, version)
 
-    def condemn(self, reason: str) -> None:
+    def request_replacement(self, reason: str) -> None:
         """Has `watch` replace the server."""
         if self._server is not None:
-            self._server.condemn(reason)
+            self._server.mark_unsound(reason)
             self._gone = self._server
 
     def _probed(self, version: PolicyVersion) -> bool:
@@ -230,7 +232,7 @@ class SupervisedServer:
             try:
                 return await take(version)
             except ServerLost as error:
-                log.warning("%s: version %d waits for the next server: %s", self.what, version.number, error)
+                log.warning("%s: version %d waits for the next server: %s", self.title, version.number, error)
                 await self._replaced(server)
 
     async def _swap(self, version: PolicyVersion) -> SwapReport:
@@ -241,7 +243,7 @@ class SupervisedServer:
             try:
                 return await self._swap_once(version, folder, probe)
             except SwapError as error:
-                if await self.died():
+                if await self.check_died():
                     raise ServerLost(str(error)) from error
                 log.warning("swap to version %d, try %d: %s", version.number, tries, error)
                 if tries == _SWAP_TRIES:
@@ -251,7 +253,7 @@ class SupervisedServer:
     async def _swap_once(self, version: PolicyVersion, folder: Path, probe: Probe) -> SwapReport:
         async with self._busy:
             if self._channel is None:
-                raise ServerLost(f"{self.what} is stopped: there is none to swap weights into")
+                raise ServerLost(f"{self.title} is stopped: there is none to swap weights into")
             return await self._channel.swap(
                 version,
                 folder,
@@ -306,8 +308,8 @@ class SupervisedServer:
             async with self._busy:
                 failures = self._restarts.failed()
                 if failures > _RESTARTS:
-                    raise ServingError(f"{self.what} died {failures} times in a row; see logs/{server_log_name(self._name)}")
-                self._alert(f"{self.what} is replaced: {server.end}; restart {failures} of at most {_RESTARTS} in a row")
+                    raise ServingError(f"{self.title} died {failures} times in a row; see logs/{server_log_name(self._name)}")
+                self._alert(f"{self.title} is replaced: {server.end}; restart {failures} of at most {_RESTARTS} in a row")
                 await self._stop()
                 if self._nccl:
                     await on_loss()
@@ -344,10 +346,10 @@ class SupervisedServer:
             async with asyncio.timeout(serving.request_timeout_s):
                 diff = await max_logprob_difference(server, version.number, probe)
         except TimeoutError:
-            raise ServingError(f"{self.what} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
+            raise ServingError(f"{self.title} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
         if not diff <= serving.probe_max_abs_diff:
             raise ServingError(
-                f"{self.what} was started with version {version.number} and differs by {diff:.3g} nats from {folder / PROBE_FILE};"
+                f"{self.title} was started with version {version.number} and differs by {diff:.3g} nats from {folder / PROBE_FILE};"
                 f" the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the published weights, or set"
                 " policy.dtype to that of the reference (bfloat16 needs a limit of about 0.15)"
             )

@@ -83,7 +83,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if [path.name for path in paths] == [ADAPTER]:
             adapter, paths = read_adapter(paths[0], self._shapes), self._first_paths
         elif [path.name for path in paths] == [deltas.DELTA_FILE]:
-            paths = [self._copy.become(folder)]
+            paths = [self._copy.apply_delta(folder)]
         check_same_shapes(self._shapes, self._untied(tensor_shapes(paths)))
         initialize_layerwise_reload(self.model)
         try:
@@ -98,7 +98,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def shutdown(self) -> None:
         """Removes the copy that deltas are applied to."""
-        self._copy.drop()
+        self._copy.remove()
 
     def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in shapes.items() if not (self._tied and name == LM_HEAD)}

@@ -184,7 +184,7 @@ class JudgeServers:
             while await server.alive():
                 self._restarts[name].progress()
                 await asyncio.sleep(_WATCH_S)
-            return server.end
+            return server.end_reason
         finally:
             known.url = known.key = ""
             await server.stop()

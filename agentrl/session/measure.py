@@ -192,9 +192,9 @@ def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int
 def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
     """What a person should hear about an evaluation: what was left out, and why."""
     return [
-        f"evaluation {phase}: {result.left_out} of {result.episodes} episodes on {split} tasks left out: {format_counts(result.left_out_reasons)}"
+        f"evaluation {phase}: {result.excluded} of {result.episodes} episodes on {split} tasks left out: {format_counts(result.excluded_reasons)}"
         for split, result in results.items()
-        if result.left_out
+        if result.excluded
     ]
 
 
@@ -222,8 +222,8 @@ def save_evaluation(
             "tokens_mean": result.tokens_mean,
             "pass_at": {str(k): value for k, value in result.pass_at.items()},
             "compute": [{"attempts": line.attempts, "points": line.points} for line in result.compute],
-            "left_out": result.left_out,
-            "left_out_reasons": result.left_out_reasons,
+            "left_out": result.excluded,
+            "left_out_reasons": result.excluded_reasons,
             "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
             "thinking": [_thought(most, one) for most, one in sorted((bounded or {}).get(split, {}).items())],
         }
@@ -243,7 +243,7 @@ def remove_evaluation(folder: Path, phase: str) -> None:
 def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
     rate = _rate(result.rate) if result.rate is not None else {}
     pass_at = {str(k): value for k, value in result.pass_at.items()}
-    return {"thinking_tokens": most, **rate, "tokens_mean": result.tokens_mean, "pass_at": pass_at, "left_out": result.left_out}
+    return {"thinking_tokens": most, **rate, "tokens_mean": result.tokens_mean, "pass_at": pass_at, "left_out": result.excluded}
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:

@@ -75,20 +75,20 @@ class Run:
     running: FolderCheckpoints
     quarantine: Quarantine
     capture: Capture
-    faults: FaultRate
+    fault_rate: FaultRate
     registry: VersionRegistry
     family: TaskFamily
     sandboxes: SandboxBackend
     served: PolicyServer
     groups: GroupRunner
-    taught: GroupTasks
+    group_tasks: GroupTasks
     step_groups: StepGroups
     learner: LearnerProcess
     judges: JudgeServers
     stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
     learning: bool = False
     interrupted: bool = False
-    begun: tuple[Group, ...] = ()  # at the end: the stored groups of steps that are not done
+    unfinished_groups: tuple[Group, ...] = ()  # at the end: the stored groups of steps that are not done
     last_step_at: float | None = None  # None: no step was made by this driver
     suite: Suite | None = None  # that versions are held to, where the recipe has a gate
     memory: RunMemory | None = None
@@ -108,7 +108,7 @@ class Run:
             if judging and self.gate_server is not None:
                 starting.create_task(self.gate_server.start(version, await_probe=learning))
             starting.create_task(self.judges.ready())
-        self.groups.runner.pace.measured(self.served.token_s)
+        self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
         """Finish the step in hand, if there is one; save, report."""
@@ -126,7 +126,7 @@ async def open_run(
         steps: which groups make a step; None: as the recipe says.
     """
     run_dir = start.folder
-    steps = steps or StepGroups.of(recipe.rollout)
+    steps = steps or StepGroups.from_config(recipe.rollout)
     raise_file_limit()
     faults = fault_rate(recipe)
     async with rare_collections(), closing_stack(run_dir) as stack:
@@ -160,7 +160,7 @@ async def open_run(
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
         await stack.enter_async_context(DRIVER_LAG.watched(tracker.alert))
-        tracker.stage("prepare", chat.told)
+        tracker.stage("prepare", chat.form_summary)
         for note in checked.notes:
             tracker.alert(note)
         store = open_store(run_dir, recipe)
@@ -168,7 +168,7 @@ async def open_run(
         running = FolderCheckpoints(run_dir / "running")
         for index in running.groups():
             if store.has(index):  # stored, and then the driver died
-                running.forget(index)
+                running.remove_group(index)
         memory = open_memory(recipe, run_dir, store, steps)
         if memory is not None:
             stack.callback(memory.close)
@@ -180,7 +180,7 @@ async def open_run(
         served = open_policy_server(recipe, run_dir, registry, checked.gpus, alert=tracker.alert)
         stack.push_async_callback(served.close)
         gate_server = None
-        if recipe.judged_apart:
+        if recipe.gate_has_server:
             gate_server = GateServer(recipe, run_dir, registry, gpus=checked.gpus.gate, alert=tracker.alert)
             stack.push_async_callback(gate_server.close)
         judges = await stack.enter_async_context(
@@ -203,7 +203,7 @@ async def open_run(
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
             capture=capture,
-            faults=faults,
+            fault_rate=faults,
             registry=registry,
             family=checked.family,
             sandboxes=sandboxes,
@@ -219,11 +219,11 @@ async def open_run(
                 tools,
                 group_judge=checked.group_judge,
                 cache_use=lambda: served.cache_use,
-                hosted=served.episode,
-                memory=None if memory is None else memory.of,
+                router=served.episode,
+                memory=None if memory is None else memory.view,
                 pace=pace,
             ),
-            taught=GroupTasks(recipe, run_dir, store, schedule, steps),
+            group_tasks=GroupTasks(recipe, run_dir, store, schedule, steps),
             step_groups=steps,
             learner=learner,
             judges=judges,
@@ -236,7 +236,7 @@ async def open_run(
 
 def fault_rate(recipe: Recipe) -> FaultRate:
     """Of all attempts that a run has in flight: when a daemon dies, those of a gate with a server of its own fail with the rollouts."""
-    return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.episodes_at_once)
+    return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.max_concurrent_episodes)
 
 
 def open_policy_server(
@@ -260,13 +260,13 @@ def build_group_runner(
     *,
     group_judge: GroupJudge | None = None,
     cache_use: Callable[[], CacheUse | None] = lambda: None,
-    hosted: RequestRouter = lambda episode_id, task_key: nullcontext(),
+    router: RequestRouter = lambda episode_id, task_key: nullcontext(),
     memory: MemorySource | None = None,
     pace: Pace | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
     named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
-    together = None if group_judge is None else GroupJudgeScorer(judge=group_judge, name=named, weight=weight, alone=scorer)
+    together = None if group_judge is None else GroupJudgeScorer(judge=group_judge, name=named, weight=weight, task_scorer=scorer)
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
@@ -276,13 +276,13 @@ def build_group_runner(
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
         tools=tools,
-        hosted=hosted,
+        router=router,
         pace=pace or Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
     )
     return GroupRunner(
         runner=runner,
-        score=scorer,
-        together=together,
+        scorer=scorer,
+        group_scoring=together,
         slots=Admission(recipe.rollout.concurrency, use=cache_use, full=recipe.rollout.max_cache_use),
         group_size=recipe.rollout.group_size,
         spare_attempts=recipe.rollout.spare_attempts,
@@ -290,6 +290,6 @@ def build_group_runner(
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,
         memory=memory,
-        keeper=running if recipe.rollout.checkpoint_turns else None,
-        on_attempt=faults.attempt,
+        checkpoints=running if recipe.rollout.checkpoint_turns else None,
+        on_attempt=faults.record_attempt,
     )

@@ -49,7 +49,7 @@ def open_run_practice(
     scorer.load(sorted({name for task in every for name in task.verifiers}))
     load_tools(sorted({name for task in every for name in task.tools}), None, declared_tools(recipe.tools, root))
     heldout = WithheldTasks(measured)
-    from_them = sum(heldout.find(case.task) is not None for suite in config.suites for case in load_suite(root / suite).cases)
+    from_them = sum(heldout.match(case.task) is not None for suite in config.suites for case in load_suite(root / suite).cases)
     return practice, _notes(from_them, len(measured))
 
 

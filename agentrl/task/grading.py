@@ -121,7 +121,7 @@ class Grading(BaseModel):
                 if path not in self.tests:
                     raise ValueError(f"run {run.name!r}: there is no file tests/{path}")
         if self.mode not in SCRIPTED:
-            list(self.expected())
+            list(self.test_names())
         elif "test.sh" not in self.tests:
             raise ValueError(f"verifier.mode = {self.mode} needs tests/test.sh")
         return self
@@ -130,7 +130,7 @@ class Grading(BaseModel):
         """The content of tests/: relative path -> bytes."""
         return {path: base64.b64decode(text) for path, text in self.tests.items()}
 
-    def expected(self) -> tuple[str, ...]:
+    def test_names(self) -> tuple[str, ...]:
         """Names of the tests that must all pass, read from their source on the host. Raises `ValueError` when there are none."""
         if self.mode in SCRIPTED:
             return ("test.sh",)

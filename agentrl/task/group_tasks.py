@@ -42,7 +42,7 @@ class GroupTasks:
         self._weights = {step: self._record.weights() for step in range(self._behind + 1)} if self._record is not None else {}
         self._reaching = asyncio.Lock()
 
-    async def reach(self, step: int) -> None:
+    async def prepare_step(self, step: int) -> None:
         """Makes the weights of a step. Called once the step may begin, when the groups that they follow from are in the store."""
         if self._record is None:
             return
@@ -50,7 +50,7 @@ class GroupTasks:
             if self._lines is None:
                 self._lines = await asyncio.to_thread(self._read)
                 for line in self._lines.values():
-                    self._steps.know(line.group, line.differs and line.counted >= self._steps.min_group_size)
+                    self._steps.set_preference(line.group, line.has_spread and line.counted >= self._steps.min_group_size)
             while self._reached < step - self._behind:
                 self._record.add(self._step(self._consumed(self._reached)))
                 self._reached += 1
@@ -63,11 +63,11 @@ class GroupTasks:
         weights = None if self._record is None else self._weights[self._steps.step_of(index)]
         return self._schedule.task(self._steps.position(index), weights)
 
-    def add(self, task: Task, group: Group) -> None:
+    def record(self, task: Task, group: Group) -> None:
         """Writes down what a stored group taught; nothing of a task that practises a suite, which is none of the family's."""
-        if self._schedule.practises(self._steps.position(group.index)):
+        if self._schedule.is_practice(self._steps.position(group.index)):
             return
-        taught = GroupOutcome.of(task, group)
+        taught = GroupOutcome.from_group(task, group)
         append_lines(self._path, [codec.to_json(taught) + b"\n"])
         if self._lines is not None:
             self._lines[group.index] = taught
@@ -79,15 +79,15 @@ class GroupTasks:
             if (line := self._lines.pop(index, None)) is not None:
                 yield line
             elif group is not None and (task := self._again(group)) is not None:
-                yield GroupOutcome.of(task, group)
+                yield GroupOutcome.from_group(task, group)
 
     def _consumed(self, step: int) -> list[tuple[int, Group | None]]:
         """The groups that a step consumed, each as it is stored where it has no line."""
         assert self._lines is not None, "the file is read first"
-        indices = self._steps.taken(step, self._store)
+        indices = self._steps.consumed_indices(step, self._store)
         if indices is None:
             raise StoreError(f"what step {step} taught is not known: some of its groups are not in the experience store")
-        told = [index in self._lines or self._schedule.practises(self._steps.position(index)) for index in indices]
+        told = [index in self._lines or self._schedule.is_practice(self._steps.position(index)) for index in indices]
         return [(index, None if known else self._store.groups([index])[0]) for index, known in zip(indices, told, strict=True)]
 
     def _again(self, group: Group) -> Task | None:
@@ -103,5 +103,5 @@ class GroupTasks:
             ) from error
 
     def _read(self) -> dict[int, GroupOutcome]:
-        found = map(GroupOutcome.read, complete_lines(self._path))
+        found = map(GroupOutcome.from_line, complete_lines(self._path))
         return {line.group: line for line in found if line is not None}

@@ -50,12 +50,12 @@ class Truth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """A truth that can be read; `sure` if that is hardly intended."""
+    """A truth that an agent could read. `certain`: it is hardly intended."""
 
     path: str
     how: str
     truth: Truth
-    sure: bool
+    certain: bool
 
 
 def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
@@ -134,15 +134,15 @@ def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak
 def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
     wanted = truth.text
     if truth.is_source:
-        return Leak(path=path, how="holds a copy of", truth=truth, sure=True) if wanted in text else None
+        return Leak(path=path, how="holds a copy of", truth=truth, certain=True) if wanted in text else None
     if text.strip("\"'") == wanted:
         named = _FILE_NAME.fullmatch(path.rpartition("/")[2].partition(".")[0]) is not None
         sure = named or (len(wanted) >= LONG and not truth.is_compared)
-        return Leak(path=path, how="holds only", truth=truth, sure=sure) if sure or len(wanted) >= LONG else None
+        return Leak(path=path, how="holds only", truth=truth, certain=sure) if sure or len(wanted) >= LONG else None
     if any(_begins(rest, wanted) for rest in beside):
-        return Leak(path=path, how="gives by its name", truth=truth, sure=True)
+        return Leak(path=path, how="gives by its name", truth=truth, certain=True)
     if len(wanted) >= LONG and (wanted in text or wanted in path):
-        return Leak(path=path, how="holds, among other text,", truth=truth, sure=False)
+        return Leak(path=path, how="holds, among other text,", truth=truth, certain=False)
     return None
 
 

@@ -128,14 +128,14 @@ _STRIDE = 1_000_003  # from one substitute of an endless split to the next: far 
 _SUBSTITUTES = 256
 
 
-class PracticeSchedule(Protocol):
-    """Groups that are set aside for tasks from elsewhere, as a pure function of the group's index."""
+class ReservedGroups(Protocol):
+    """Groups that get their tasks from elsewhere, such as practice: a pure function of the group index."""
 
-    def task(self, group_index: int) -> Task | None:
+    def task_of_group(self, group_index: int) -> Task | None:
         """The group's task; None when it is not set aside."""
         ...
 
-    def before(self, group_index: int) -> int:
+    def practice_groups_before(self, group_index: int) -> int:
         """How many of the groups before this one are set aside."""
         ...
 
@@ -154,15 +154,15 @@ class GroupSchedule:
     family: TaskFamily
     seed: int
     withheld: Container[Task] = ()
-    practice: PracticeSchedule | None = None
+    practice: ReservedGroups | None = None
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None) -> Task:
         """With `weights`, one that these pass over gives its place to the next one, too; where they pass over all, the first stays."""
         if self.practice is not None:
-            if (set_aside := self.practice.task(group_index)) is not None:
+            if (set_aside := self.practice.task_of_group(group_index)) is not None:
                 return set_aside
-            group_index -= self.practice.before(group_index)
+            group_index -= self.practice.practice_groups_before(group_index)
         size = self.family.size(Split.TRAIN)
         if size == 0:
             raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
@@ -175,7 +175,7 @@ class GroupSchedule:
                     raise
                 continue  # a broken task costs the group whose own it is, not those that come by it
             if task not in self.withheld:
-                if weights is None or weights.takes(task, seed=self.seed, group=group_index, turn=turn):
+                if weights is None or weights.accepts(task, seed=self.seed, group=group_index, turn=turn):
                     return task
                 first = first or task
         if first is not None:
@@ -185,9 +185,9 @@ class GroupSchedule:
             fix="take the suite out of tasks.withhold, or give the family tasks that are not in it",
         )
 
-    def practises(self, group_index: int) -> bool:
+    def is_practice(self, group_index: int) -> bool:
         """Whether the group's task is none of the family's, but from `practice`."""
-        return self.practice is not None and self.practice.task(group_index) is not None
+        return self.practice is not None and self.practice.task_of_group(group_index) is not None
 
     def _index(self, group_index: int, turn: int, size: int | None) -> int:
         """Index of a group's task, or with `turn` above 0 of the one that is tried next in its place."""

@@ -42,7 +42,7 @@ class GroupOutcome:
     """Whether no attempt was scored for a fault of the task itself."""
 
     @classmethod
-    def of(cls, task: Task, group: Group) -> GroupOutcome:
+    def from_group(cls, task: Task, group: Group) -> GroupOutcome:
         scores = [one.score.value for one in group.scored if one.score.value is not None]
         return cls(
             group=group.index,
@@ -57,7 +57,7 @@ class GroupOutcome:
         )
 
     @property
-    def differs(self) -> bool:
+    def has_spread(self) -> bool:
         """Whether some attempts were scored higher than others."""
         return is_above(self.highest, self.lowest)
 
@@ -67,7 +67,7 @@ class GroupOutcome:
         return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     @classmethod
-    def read(cls, line: bytes) -> GroupOutcome | None:
+    def from_line(cls, line: bytes) -> GroupOutcome | None:
         """Of a line that `agentrl.records.codec` wrote; None for what is none, and for one with scores that are not finite."""
         try:
             return codec.from_json(cls, line)
@@ -89,7 +89,7 @@ class Weights:
     """`Task.key` -> weight, of those that were given."""
     kinds: Mapping[str, float]
 
-    def of(self, task: Task) -> float:
+    def weight_of(self, task: Task) -> float:
         weight = self.tasks.get(task.key) if self.tasks else None  # a key is a hash of all that the task holds
         if weight is None:
             weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
@@ -99,9 +99,9 @@ class Weights:
     def _best(self) -> float:
         return max(self.kinds.values(), default=1.0)
 
-    def takes(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
+    def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
         """Whether the group is given this task, when `turn` others were passed over before it: always the same answer."""
-        return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.of(task)
+        return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.weight_of(task)
 
 
 class TaskHistory:
@@ -137,6 +137,6 @@ class _Lately:
 
     def note(self, name: str, one: GroupOutcome) -> None:
         groups = self._groups.setdefault(name, deque(maxlen=self._window))
-        groups.append((one.differs, one.headroom))
+        groups.append((one.has_spread, one.headroom))
         likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
         self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

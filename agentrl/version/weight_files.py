@@ -55,7 +55,7 @@ class WeightCopy:
         self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
         self._sha256 = ""  # of the file; empty while there is none, or its content is in doubt
 
-    def become(self, folder: Path) -> Path:
+    def apply_delta(self, folder: Path) -> Path:
         """The whole weights of the delta version in `folder`; the file is valid until the next call.
 
         Raises `ValueError` when the delta is damaged, when neither these weights nor a whole file of its parent fit it, or when
@@ -71,7 +71,7 @@ class WeightCopy:
         self._sha256 = wanted
         return self._path
 
-    def drop(self) -> None:
+    def remove(self) -> None:
         """Removes the file. Idempotent."""
         self._sha256 = ""
         self._path.unlink(missing_ok=True)

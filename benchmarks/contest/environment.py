@@ -103,12 +103,12 @@ class Host:
             open_timeout_s=self.recipe.sandbox.open_timeout_s,
         )
         groups = GroupRunner(
-            runner=runner, score=self.scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=self.recipe.rollout.max_retries
+            runner=runner, scorer=self.scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=self.recipe.rollout.max_retries
         )
         return self._scored(groups, group)
 
     async def _scored(self, groups: GroupRunner, group: int) -> float | None:
-        value = (await groups.episode(self.task(group), name=f"g{group:06d}")).score.value
+        value = (await groups.run_episode(self.task(group), name=f"g{group:06d}")).score.value
         self.faults += value is None
         return value
 
@@ -190,7 +190,7 @@ class _Environment:
         self._over = self._over or called.sandbox_lost
         if self._answer is not None or self._over:
             await self._closed()
-        return self.host.chat.defang(called.outcome.output)
+        return self.host.chat.escape_text(called.outcome.output)
 
     async def _score(self, said: str | None) -> float | None:
         """Of the episode that has ended. `said`: the text of its last turn, which is the answer where there is no `submit`."""

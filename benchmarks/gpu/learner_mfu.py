@@ -47,7 +47,7 @@ class Case:
     size: str
     kind: str
     length: int
-    causal_lm: str
+    kernels: str
 
 
 def make_model(size: str, device: str) -> Any:

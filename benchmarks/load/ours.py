@@ -84,8 +84,10 @@ def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) ->
         max_model_len=100_000,
         request_timeout_s=request_timeout_s,
     )
-    runner.pace.measured(1.0)  # seconds a token, as a server's start measures it: no first request is cut off, which this server cannot do
-    return GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(at_once), group_size=1, max_retries=0)
+    runner.pace.set_idle_token_s(
+        1.0
+    )  # seconds a token, as a server's start measures it: no first request is cut off, which this server cannot do
+    return GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(at_once), group_size=1, max_retries=0)
 
 
 def checked(scored: ScoredEpisode, script: Script) -> None:
@@ -100,7 +102,7 @@ async def turns(url: str, script: Script, given: argparse.Namespace) -> dict[str
     groups, task = runner_of(client, at_once=given.at_once), task_of(script)
 
     async def play(first: int, count: int) -> None:
-        for group in await asyncio.gather(*(groups.group(index, task) for index in range(first, first + count))):
+        for group in await asyncio.gather(*(groups.run_group(index, task) for index in range(first, first + count))):
             checked(group.episodes[0], script)
 
     await play(0, WARM)
@@ -155,7 +157,7 @@ async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[st
     groups, task = runner_of(policy, at_once=given.episodes[0], request_timeout_s=300.0), task_of(script, wall_s=3600.0)
     running = []
     for index in range(given.episodes[0]):
-        running.append(asyncio.create_task(groups.episode(task, name=f"e{index}")))
+        running.append(asyncio.create_task(groups.run_episode(task, name=f"e{index}")))
         await asyncio.sleep(given.ramp / given.episodes[0])
     await asyncio.sleep(given.delay[1])  # by then every first turn is over
     policy.took.clear()
@@ -189,7 +191,7 @@ async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str,
     for count in sorted(given.episodes):
         while len(running) < count:
             some = range(len(running), min(count, len(running) + 50))
-            running += [asyncio.create_task(groups.episode(task, name=f"e{index}")) for index in some]
+            running += [asyncio.create_task(groups.run_episode(task, name=f"e{index}")) for index in some]
             while len(policy.took) < len(running) * given.after or policy.waiting < len(running):
                 if broken := next((job for job in running if job.done()), None):
                     checked(broken.result(), script)

@@ -174,8 +174,8 @@ async def _play(policy: Seen, sizes: Sizes) -> None:
     async def judged(task: Task, episode: object) -> Score:
         return Score(value=1.0)
 
-    groups = GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(GROUPS * SIZE), group_size=SIZE, max_retries=0)
-    for group in await asyncio.gather(*(groups.group(index, _task(index, sizes)) for index in range(GROUPS))):
+    groups = GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(GROUPS * SIZE), group_size=SIZE, max_retries=0)
+    for group in await asyncio.gather(*(groups.run_group(index, _task(index, sizes)) for index in range(GROUPS))):
         if any(scored.score.value is None for scored in group.episodes):
             raise RuntimeError(f"an episode went wrong: {[scored.episode.failures for scored in group.episodes]}")
 

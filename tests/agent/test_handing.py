@@ -253,12 +253,12 @@ async def test_a_state_after_sub_agents_goes_on_to_the_same_end_and_there_is_non
             async def nothing() -> Mapping[str, Any]:
                 return {}
 
-            async with episode.apart(await episode.working_copy()) as own:
+            async with episode.sub_episode(await episode.working_copy()) as own:
                 await own.sandbox()
                 await own.boundary(nothing)
                 kept.append(own)
             with pytest.raises(SandboxError, match="is over"):
-                async with episode.apart(None) as other:
+                async with episode.sub_episode(None) as other:
                     kept.append(other)
                 await other.sandbox()
             return "answered"

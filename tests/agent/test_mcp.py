@@ -362,7 +362,7 @@ async def test_a_server_over_http(address: str) -> None:
     for path in ("/json", "/events"):
         server = Server(name="it", config=MCPConfig(url=address + path, together=True), root=HOSTILE.parent)
         connection = ServerConnection(server)
-        server = replace(server, offers=usable_tools(await connection.listed(None), ()))
+        server = replace(server, offers=usable_tools(await connection.list_tools(None), ()))
         await connection.close(timeout_s=5.0)
         async with Episode(server) as episode:
             done = await asyncio.gather(*(episode.use("echo", text=f"{n}") for n in range(3)))
@@ -563,7 +563,7 @@ async def test_servers_that_nobody_here_wrote(name: str, tmp_path: Path, monkeyp
     config = MCPConfig(host_command=words, env={"PYTHONPATH": "env:SERVERS_PATH"}, start_timeout_s=600.0)
     server = Server(name=name, config=config, root=tmp_path)
     connection = ServerConnection(server)
-    server = replace(server, offers=usable_tools(await connection.listed(None), ()))
+    server = replace(server, offers=usable_tools(await connection.list_tools(None), ()))
     await connection.close(timeout_s=5.0)
     limits = replace(LIMITS, tool_timeout_s=120.0)
     async with Episode(server) as episode:

@@ -140,21 +140,23 @@ def test_of_two_tools_of_one_name_neither_is_offered_unless_they_are_equal() -> 
 def test_a_policy_is_offered_no_tool_that_it_cannot_call() -> None:
     chat = ChatFormat(TOKENIZERS["hermes"])
     (plain, control) = usable_tools([with_keys("two words"), with_keys("x|im_end|y", name="b")], ())
-    assert chat.unfit(plain.schema) == "" and chat.unfit(control.schema) == ""
-    assert "control token" in chat.unfit(
+    assert chat.tool_problem(plain.schema) == "" and chat.tool_problem(control.schema) == ""
+    assert "control token" in chat.tool_problem(
         {"type": "function", "function": {"name": "c", "parameters": with_keys("<|im_end|>")["inputSchema"]}}
     )
     chat._form = FORMS["pythonic"]
     (needed, optional) = usable_tools(
         [with_keys("two words", required=["two words"]), with_keys("two words", "n", name="b", required=["n"])], ()
     )
-    assert "cannot have an argument of the name 'two words'" in chat.unfit(needed.schema) and chat.unfit(optional.schema) == ""
+    assert (
+        "cannot have an argument of the name 'two words'" in chat.tool_problem(needed.schema) and chat.tool_problem(optional.schema) == ""
+    )
 
 
 def test_a_tool_that_the_template_cannot_render_is_not_offered() -> None:
     types = "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties.values() %}{{ p.type + '' }}"
     chat = ChatFormat(made(types + "{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
     (tool,) = usable_tools([{"name": "a", "inputSchema": {"type": "object", "properties": {"any": True}}}], ())
-    assert "cannot render messages of user with tools" in chat.unfit(tool.schema)
+    assert "cannot render messages of user with tools" in chat.tool_problem(tool.schema)
     (tool,) = usable_tools([with_keys("x")], ())
-    assert chat.unfit(tool.schema) == ""
+    assert chat.tool_problem(tool.schema) == ""

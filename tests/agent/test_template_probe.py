@@ -100,8 +100,8 @@ def test_marks_that_a_model_spells_in_its_arguments_are_text(name: str, said: li
 def test_the_form_of_calls_is_read_off_the_template() -> None:
     found = {name: chat_of(tokenizer).tool_format for name, tokenizer in TOKENIZERS.items()}
     assert found == {name: "mistral" if name.startswith("mistral") else name for name in TOKENIZERS}
-    assert chat_of(TOKENIZERS["hermes"]).told == "tool calls: hermes (read off the chat template)"
-    assert "no form for calls" in ChatFormat(made(read_template("chatml", Path()))).told
+    assert chat_of(TOKENIZERS["hermes"]).form_summary == "tool calls: hermes (read off the chat template)"
+    assert "no form for calls" in ChatFormat(made(read_template("chatml", Path()))).form_summary
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_template_that_rewrites_is_refused_unless_restarts_are_asked_for(templ
     with pytest.raises(UserError, match=f"cannot be extended exactly: {reason}\n.*policy.rewritten_context=restart"):
         ChatFormat(made(template))
     chat = ChatFormat(made(template), rewritten="restart")
-    assert chat.rewrites == reason and not chat.exact
+    assert chat.rewrite_reason == reason and not chat.exact
     with pytest.raises(RuntimeError, match="not extended by deltas"):
         chat.tool_delta(["1"])
 
@@ -227,7 +227,7 @@ SILENT = GEMMA.replace("{% for m in messages %}", "{% for m in messages if m.rol
 def test_a_template_without_messages_of_tools_has_their_results_in_the_user_turn(template: str) -> None:
     tokenizer = made(template, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>")
     chat, number = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<end_of_turn>")
-    assert chat.exact and "tool results are in the user's turn" in chat.told
+    assert chat.exact and "tool results are in the user's turn" in chat.form_summary
     messages = [Message(role="user", content="q")]
     turns = [("user", "q")]
     ids = [*chat.opening(messages, [])]
@@ -237,7 +237,7 @@ def test_a_template_without_messages_of_tools_has_their_results_in_the_user_turn
         parsed = chat.parse(completion)
         assert len(parsed.message.tool_calls) == calls
         ids += [*completion, *chat.tool_delta(outputs, parsed)]
-        fenced = [chat.defang(output) for output in outputs]
+        fenced = [chat.escape_text(output) for output in outputs]
         messages += [Message(role="assistant", content=text), *(Message(role="tool", content=output) for output in fenced)]
         turns += [("assistant", text), ("user", "\n".join(f"<tool_response>\n{output}\n</tool_response>" for output in fenced))]
         chats = [{"role": role, "content": content} for role, content in turns]

@@ -51,7 +51,7 @@ def neighbours(folder: Path) -> dict[str, Callable[[], object]]:
     def spend() -> None:
         ledger = JudgeLedger(folder / "judges.sqlite")
         try:
-            asyncio.run(ledger.keep("key", "text"))
+            asyncio.run(ledger.cache_answer("key", "text"))
             asyncio.run(ledger.count("judge", calls=1))
             ledger.total()
             ledger.spent("judge")

@@ -117,12 +117,12 @@ def test_words(unit: str) -> None:
     limits = Limits()
     for work in (
         read_calls,
-        CHAT.defang,
+        CHAT.escape_text,
         visible,
         lambda text: Message(role="assistant", content=text),
         lambda text: clip(text, 2000),
         lambda text: render_result(ExecResult(exit_code=1, stdout=text, stderr=text, wall_s=0.0), limits),
-        lambda text: life().shown(text),
+        lambda text: life().clip_output(text),
         lambda text: reward(text, None),
         lambda text: reward(None, text),
         lambda text: run(exact_answer(TASK, Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=text))),

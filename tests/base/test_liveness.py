@@ -109,7 +109,7 @@ def test_at_rest_nothing_is_overdue() -> None:
     clock = JumpingClock()
     live = part(clock)
     steps(clock, live, 3, 1.0)
-    live.rest()
+    live.pause()
     assert not silent_for(10 * FIRST_S, clock, live, look_s=5.0)
     live.progress("making a step")
     assert silent_for(MIN_DEADLINE_S + 2, clock, live)
@@ -159,7 +159,7 @@ def test_the_deadline_itself_is_not_late() -> None:
     assert live.silent_s == 0.0
     clock.now += 5.0
     live.overdue()
-    live.rest()
+    live.pause()
     assert live.silent_s == 0.0
 
 

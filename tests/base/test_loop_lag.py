@@ -40,7 +40,7 @@ def virtually(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
             patch.setattr(DRIVER_LAG, "_clock", loop.time)
             async with DRIVER_LAG.watched(alerts.append):
                 await asyncio.sleep(2 * TICK_S)
-                DRIVER_LAG.figures()
+                DRIVER_LAG.metrics()
                 await test(alerts=alerts, **options)
 
     @functools.wraps(test)
@@ -78,10 +78,10 @@ async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
     assert (
         "the driver's event loop stood still for" in alert and "the process got no CPU time" in alert and "no fault of the policy" in alert
     )
-    figures = DRIVER_LAG.figures()
+    figures = DRIVER_LAG.metrics()
     assert figures["loop_lag_ms_max"] >= 1000 * STALL_S and figures["loop_lag_ms_p99"] <= figures["loop_lag_ms_max"]
     await asyncio.sleep(3 * TICK_S)
-    assert DRIVER_LAG.figures()["loop_lag_ms_max"] < 1.0, "figures are those since the last call"
+    assert DRIVER_LAG.metrics()["loop_lag_ms_max"] < 1.0, "figures are those since the last call"
 
 
 @virtually
@@ -121,7 +121,7 @@ async def test_a_stall_of_a_real_loop_is_measured() -> None:
 async def test_nothing_is_reported_while_no_episode_waits(alerts: list[str]) -> None:
     await hold()
     await asyncio.sleep(3 * TICK_S)
-    assert alerts == [] and DRIVER_LAG.figures()["loop_lag_ms_max"] > 1000 * STALL_S
+    assert alerts == [] and DRIVER_LAG.metrics()["loop_lag_ms_max"] > 1000 * STALL_S
 
 
 def test_a_call_that_ended_before_the_first_measurement_does_not_wait() -> None:
@@ -179,11 +179,11 @@ def test_short_lags_are_figures_and_no_stalls() -> None:
     loop_lag = LoopLag(lambda: now[0])
     loop_lag._due = 1.0
     now[0] = 1.0 + STALL_S - 0.01
-    assert loop_lag.stalled_s == 0.0 and loop_lag.figures() == {}
+    assert loop_lag.stalled_s == 0.0 and loop_lag.metrics() == {}
     now[0] = 1.0 + STALL_S
     assert loop_lag.stalled_s == STALL_S
     loop_lag._late.extend([0.0] * 199 + [2.0])
-    assert loop_lag.figures() == {"loop_lag_ms_p99": 0.0, "loop_lag_ms_max": 2000.0} and loop_lag.figures() == {}
+    assert loop_lag.metrics() == {"loop_lag_ms_p99": 0.0, "loop_lag_ms_max": 2000.0} and loop_lag.metrics() == {}
 
 
 class Waits:

@@ -86,9 +86,9 @@ def test_a_group_whose_scores_differ_by_rounding_has_no_advantages(advantage: st
     objective = ObjectiveConfig(advantage=advantage, normalize_std=normalize)
     for scores in (HALVES, tuple(value + 1e3 for value in HALVES)):
         (found,) = batch_advantages([group(*scores)], objective, min_group_size=2)
-        assert found.dropped == "all_equal", found
+        assert found.drop_reason == "all_equal", found
         others = batch_advantages([group(*scores), group(scores[0] + 1, scores[0] - 1)], objective, min_group_size=2)
-        assert others[0].dropped == "all_equal" and others[1].useful, "a batch's mean is near the group's"
+        assert others[0].drop_reason == "all_equal" and others[1].useful, "a batch's mean is near the group's"
 
 
 @pytest.mark.parametrize("credit", ["episode", "branches", "roles", "verifier", "counterfactual"])
@@ -100,7 +100,7 @@ def test_credit_of_rounding_trains_nothing(credit: str) -> None:
         for one, other in zip(episodes, reversed(HALVES), strict=True)
     ]
     found = assemble(0, [Group(index=0, task_id="t", task_key="k", episodes=tuple(said))], build(data))
-    assert found.batch.samples == () and list(found.dropped.values()) == ["all_equal"], found.dropped
+    assert found.batch.samples == () and list(found.drop_reasons.values()) == ["all_equal"], found.drop_reasons
 
 
 def test_turns_rewarded_alike_have_no_advantages() -> None:
@@ -110,7 +110,7 @@ def test_turns_rewarded_alike_have_no_advantages() -> None:
 def test_groups_without_a_preference_are_the_same_for_all_that_ask() -> None:
     noise, real = group(*HALVES), group(0.5, 0.5 + 1e-6)
     assert not has_preference(noise, min_group_size=2) and has_preference(real, min_group_size=2)
-    assert not taught(0, scores=HALVES).differs and taught(0, scores=(0.5, 0.5 + 1e-6)).differs
+    assert not taught(0, scores=HALVES).has_spread and taught(0, scores=(0.5, 0.5 + 1e-6)).has_spread
     race, began = raced([*HALVES[:2], 1.0, 1.0], size=4, first=2)
     assert began == [0, 1] and len(race.counted) == 2
     assert raced([0.5, 0.5 + 1e-6, 1.0, 1.0], size=4, first=2)[1] == [0, 1, 2, 3]

@@ -211,7 +211,7 @@ async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch
     learner = LearnerProcess(tmp_path, RECIPE)._environment()
     worker = SubprocessWorker(environment_of)
     try:
-        judged = worker.ask_now(None)
+        judged = worker.call_blocking(None)
     finally:
         worker.close()
     for environment in (served, learner, judged):

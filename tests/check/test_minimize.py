@@ -68,7 +68,7 @@ class Asked:
 def search(ask: Any, case: Case | None = None, budget: int = 400) -> MinimizeSearch:
     case = case or Case(id="sum", task=TASK)
     return MinimizeSearch(
-        case=case, family=Sums(), sandboxes=ScriptedSandboxes(run), ask=ask, root=Path.cwd(), threshold=1.0, repeats=6, budget=budget
+        case=case, family=Sums(), sandboxes=ScriptedSandboxes(run), attempt=ask, root=Path.cwd(), threshold=1.0, repeats=6, budget=budget
     )
 
 

@@ -137,7 +137,7 @@ def test_a_judge_of_groups_puts_answers_without_work_below_the_gold_one() -> Non
 
     def proven(judge: Any) -> Proof:
         alone = TaskScorer(_verifiers={"v": exact})
-        together = GroupJudgeScorer(judge=judge, name="rank", weight=1.0, alone=alone)
+        together = GroupJudgeScorer(judge=judge, name="rank", weight=1.0, task_scorer=alone)
         return asyncio.run(prove_null_answers(tasks, golden, alone, parallel=4, together=together))
 
     fooled = proven(Longest())

@@ -148,7 +148,7 @@ GIVEN = [
 @pytest.mark.parametrize(("path", "text", "truth", "sure"), GIVEN)
 def test_a_truth_is_found_where_it_lies_and_not_by_chance(path: str, text: str, truth: str, sure: bool | None) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": truth})
-    assert [leak.sure for leak in find_leaks({path: text.encode()}, hidden_truths(task))] == ([] if sure is None else [sure])
+    assert [leak.certain for leak in find_leaks({path: text.encode()}, hidden_truths(task))] == ([] if sure is None else [sure])
 
 
 @given(st.binary(max_size=300), st.text(min_size=1, max_size=40), st.text(max_size=20))
@@ -194,7 +194,7 @@ def test_hidden_tests_and_solutions_are_recognised() -> None:
         "same.txt": b"zoe xaver vera\n",
         "expected.txt": b"zoe xaver vera\n",
     }
-    found = {(leak.path, leak.truth.origin, leak.sure) for leak in find_leaks(given, wanted)}
+    found = {(leak.path, leak.truth.origin, leak.certain) for leak in find_leaks(given, wanted)}
     assert found == {
         (".old/solve.py", "solution/solve.py", True),
         ("t.py", "tests/test_it.py", True),

@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
     lost = scored(strange, turn(submit("1")), answer="1", name="g000001-0-a0", of=task("What is the mean?"))
     fault = scored(looked, value=None, name="g000002-0-a0")
     for index, (asked, episodes) in enumerate(((task(), (misread, passed)), (task("What is the mean?"), (lost,)), (task(), (fault,)))):
-        capture.group(asked, Group(index=index, task_id="t", task_key=asked.key, episodes=episodes), step=index)
+        capture.capture_group(asked, Group(index=index, task_id="t", task_key=asked.key, episodes=episodes), step=index)
     capture.close()
     assert capture.lost == 0
     return folder

@@ -56,7 +56,7 @@ async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite
     with ChatServer(turns) as server:
         done = await asked(suite, server, key_env="THEIR_KEY")
     (outcome,) = done.outcomes
-    assert (outcome.verdict, outcome.scores) == ("passed", (1.0,))
+    assert (outcome.status, outcome.scores) == ("passed", (1.0,))
     (attempt,) = done.results.attempts
     assert (attempt.tokens, attempt.turns, attempt.ended) == (14, 2, "submitted")
     first, second = (one["body"] for one in server.requests)
@@ -84,7 +84,7 @@ async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> No
 
 async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", "k-456-very-secret")
-    requests = RequestOptions.of(
+    requests = RequestOptions.parse(
         ["reasoning_effort=low", "temperature=null", 'extra={"a": [1]}'], ["api-key=env:THEIR_KEY"], "max_completion_tokens"
     )
     with ChatServer([SUBMIT]) as server:
@@ -98,9 +98,7 @@ async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: 
         {"a": [1]},
     )
     assert one["body"]["max_completion_tokens"] == 256 and not {"max_tokens", "temperature"} & one["body"].keys()
-    assert (
-        done.outcomes[0].verdict == "passed" and policy.name == plain.name + ' (reasoning_effort="low", extra={"a": [1]}, no temperature)'
-    )
+    assert done.outcomes[0].status == "passed" and policy.name == plain.name + ' (reasoning_effort="low", extra={"a": [1]}, no temperature)'
     assert "very-secret" not in "".join(path.read_text() for path in done.folder.parent.rglob("*.json"))
 
 
@@ -118,9 +116,9 @@ async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: 
 )
 def test_requests_that_are_said_elsewhere_or_not_at_all_are_refused(requested: list[str], headers: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        RequestOptions.of(requested, headers, "")
+        RequestOptions.parse(requested, headers, "")
     with pytest.raises(UserError, match="are for an endpoint"):
-        find_policy("runs/x@1", requests=RequestOptions.of(["a=1"], [], ""))
+        find_policy("runs/x@1", requests=RequestOptions.parse(["a=1"], [], ""))
 
 
 @pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
@@ -142,7 +140,7 @@ def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, st
 async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server, limits=limits)
-    assert (done.outcomes[0].verdict, done.results.attempts[0].ended) == ("failed", ended)
+    assert (done.outcomes[0].status, done.results.attempts[0].ended) == ("failed", ended)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: Scripte
 async def test_what_the_server_does_wrong_is_never_a_score(suite: Suite, answer: ScriptedAnswer) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server)
-    assert (done.outcomes[0].verdict, done.outcomes[0].scores) == ("unscored", (None,))
+    assert (done.outcomes[0].status, done.outcomes[0].scores) == ("unscored", (None,))
     assert "ServingError" in done.results.attempts[0].reason, done.results.attempts
 
 
@@ -180,7 +178,7 @@ async def test_calls_that_are_none_are_answered_with_what_is_wrong(suite: Suite)
     odd = ScriptedAnswer(raw=json.dumps({"choices": [{"message": message}]}).encode())
     with ChatServer([odd, SUBMIT]) as server:
         done = await asked(suite, server)
-    assert done.outcomes[0].verdict == "passed"
+    assert done.outcomes[0].status == "passed"
     shown = [one for one in server.requests[1]["body"]["messages"] if one["role"] == "tool"]
     assert [one["tool_call_id"] for one in shown] == ["call_0", "call_1", "call_2"]
     assert [one["content"] == "97" for one in shown] == [False, True, False] and "needs a function" in shown[0]["content"]
@@ -191,7 +189,7 @@ async def test_a_server_that_refuses_what_the_model_said_leaves_it_scored(suite:
     with ChatServer([says("x", ("python", '{"code": "print(97)"}')), ScriptedAnswer(text="", status=400)]) as server:
         done = await asked(suite, server)
     (outcome,) = done.outcomes
-    assert (outcome.verdict, outcome.scores) == ("failed", (0.0,))
+    assert (outcome.status, outcome.scores) == ("failed", (0.0,))
     with ChatServer([ScriptedAnswer(text="", status=400)]) as server:
         done = await asked(replace(suite, folder=suite.folder), server)
     assert done.outcomes[0].scores == (None,), "nothing was said yet"

@@ -153,7 +153,7 @@ def test_noise_is_that_of_attempts_at_the_same_case() -> None:
 
 def test_cases_without_a_flip_plan_nothing_too_small() -> None:
     found = compare({f"c{n}": [1.0] for n in range(8)}, {f"c{n}": [1.0] for n in range(8)})
-    assert found is not None and found.cases_for(0.1) == cases_needed(0.1, math.sqrt(0.09)) > 60
+    assert found is not None and found.cases_needed(0.1) == cases_needed(0.1, math.sqrt(0.09)) > 60
 
 
 def test_impossible_plans_are_refused() -> None:

@@ -64,25 +64,25 @@ def runner(policy: ScriptedPolicy | None = None) -> GroupRunner:
         max_model_len=1000,
         request_timeout_s=60.0,
     )
-    return GroupRunner(runner=episodes, score=TaskScorer(), slots=asyncio.Semaphore(4), group_size=1, max_retries=0)
+    return GroupRunner(runner=episodes, scorer=TaskScorer(), slots=asyncio.Semaphore(4), group_size=1, max_retries=0)
 
 
 async def test_a_score_that_is_not_finite_counts_in_no_rate() -> None:
     done = await evaluate_split(runner(), Family("1", "inf", "0", "-inf"), Split.HELDOUT, 4, phase="before", step=0)
     assert done.rate is not None
-    assert (done.rate.value, done.rate.n, done.left_out) == (0.5, 2, 2) and len(done.transcripts) == 4
+    assert (done.rate.value, done.rate.n, done.excluded) == (0.5, 2, 2) and len(done.transcripts) == 4
 
 
 async def test_an_evaluation_without_a_finite_score_has_no_rate() -> None:
     done = await evaluate_split(runner(), Family("inf", "inf"), Split.HELDOUT, 2, phase="before", step=0)
-    assert done.rate is None and done.left_out == 2
+    assert done.rate is None and done.excluded == 2
 
 
 async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
     family = Family("1 0 0 0", "1 1 inf 1", "0 0 0 0")
     done = await evaluate_split(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
     assert done.rate is not None
-    assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.left_out) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
+    assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.excluded) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
     assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 is of the tasks with four scores"
     assert done.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in done.compute] == [1, 2, 4]
 

@@ -222,13 +222,13 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
         )
         found += await regressions.evaluate_suites(given, console=False)
     right, another = ({one.case.id: one for one in each.outcomes} for each in found)
-    assert (right["good"].verdict, right["bad"].verdict) == ("passed", "failed") and watched == ["begun", "begun"]
+    assert (right["good"].status, right["bad"].status) == ("passed", "failed") and watched == ["begun", "begun"]
     about = found[0].results.about
     assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
     assert regressions.pin_baselines(found[:1]) == 2
     pinned = load_suite(found[0].suite.folder).cases[0].baseline
     assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "no folder of this machine"
-    assert {one.verdict for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
+    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
     await test_judgement.plain.close(run)
 
 

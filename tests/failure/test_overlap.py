@@ -67,7 +67,7 @@ CODED = coded("o-17", "o-16,aa1\no-17,zx81\n", "zx81")
 )
 def test_likeness(case: Task, other: Task, found: Overlap | None) -> None:
     assert overlap_of(case, other) is found and overlap_of(other, case) is found, "either way round"
-    assert (WithheldTasks([Case(id="c", task=case)]).find(other) or (None, None))[1] is found, "and so says the index"
+    assert (WithheldTasks([Case(id="c", task=case)]).match(other) or (None, None))[1] is found, "and so says the index"
 
 
 def test_ids_are_words_of_letters_and_figures() -> None:
@@ -79,7 +79,7 @@ def test_ids_are_words_of_letters_and_figures() -> None:
 
 def test_the_same_task_is_found_before_a_twin_of_it() -> None:
     twin, same = Case(id="a", task=asked("What is the status of order-77120?")), Case(id="b", task=ASKED)
-    found = WithheldTasks([twin, same]).find(ASKED)
+    found = WithheldTasks([twin, same]).match(ASKED)
     assert found is not None and (found[0].id, found[1]) == ("b", Overlap.SAME)
 
 

@@ -129,8 +129,8 @@ def test_a_task_changed_after_its_proof_is_refused(suite: Path) -> None:
 @given(st.fractions(min_value="1/1000", max_value=1, max_denominator=1000), st.integers(0, 3000), st.integers(0, 9))
 def test_the_share_is_kept_at_every_point_of_a_run(share: Fraction, groups: int, seed: int) -> None:
     mixed = PracticeSchedule([["a"] * 1], [1], share, seed)  # type: ignore[list-item]
-    assert mixed.before(groups) == int(groups * share)
-    assert (mixed.task(groups) is not None) == (mixed.before(groups + 1) > mixed.before(groups))
+    assert mixed.practice_groups_before(groups) == int(groups * share)
+    assert (mixed.task_of_group(groups) is not None) == (mixed.practice_groups_before(groups + 1) > mixed.practice_groups_before(groups))
 
 
 def test_suites_take_turns_by_weight_and_the_family_misses_none_of_its_own() -> None:

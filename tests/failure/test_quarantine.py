@@ -26,9 +26,9 @@ def test_a_broken_task_is_known_from_then_on_also_after_a_restart(tmp_path: Path
     with (tmp_path / "quarantine.jsonl").open("a") as file:
         file.write('{"task_id": "ba')  # the process died here
     again = Quarantine(tmp_path, limit=1)
-    fault = again.known("key of bad")
+    fault = again.known_fault("key of bad")
     assert fault is not None and (fault.blame, fault.message) == (Blame.TASK, "bad has no tool\n  fix: name one")
-    assert again.known("key of good") is None and again.known("key of bad, repaired") is None
+    assert again.known_fault("key of good") is None and again.known_fault("key of bad, repaired") is None
     again.add(group(3, "worse"))
     assert count_quarantined(tmp_path) == 2 and count_quarantined(tmp_path / "none") == 0
 

@@ -121,7 +121,7 @@ def equip(run: Any) -> None:
         max_model_len=1000,
         request_timeout_s=60.0,
     )
-    run.groups = GroupRunner(runner=episodes, score=TaskScorer(), slots=asyncio.Semaphore(64), group_size=1, max_retries=0)
+    run.groups = GroupRunner(runner=episodes, scorer=TaskScorer(), slots=asyncio.Semaphore(64), group_size=1, max_retries=0)
 
 
 def publish(run: Any, number: int, parent: int, weights: str) -> None:
@@ -141,7 +141,7 @@ def learner_answers(run: Any, number: int) -> rollback.RollbackRequest:
 
 async def looked(run: Any) -> None:
     async with schedule_gate(run) as gate:
-        await gate.look()
+        await gate.evaluate_due()
 
 
 async def serving_the_second(run: Any, one: str, two: str) -> None:

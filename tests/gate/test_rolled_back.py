@@ -97,7 +97,7 @@ async def opened(run_dir: Path) -> Any:
         **{"stop_at": 4, "last_step_at": time.monotonic(), "faults": FaultRate(0.5, concurrency=16), "suite": None},
         **{"gate_server": None, "interrupted": False},
         capture=Capture(run_dir, RECIPE.capture, origin={}),
-        step_groups=StepGroups.of(RECIPE.rollout),
+        step_groups=StepGroups.from_config(RECIPE.rollout),
         groups=SimpleNamespace(runner=SimpleNamespace(pace=Pace())),
         judges=JudgeServers(RECIPE, {}, folder=run_dir),
     )

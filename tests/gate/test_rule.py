@@ -20,7 +20,7 @@ def test_the_defaults_are_those_of_a_recipe() -> None:
     assert GateRule() == GateRule(
         repeats=gate.repeats, confirm=gate.confirm, alpha=gate.alpha, margin=gate.margin, threshold=gate.threshold
     )
-    assert GateRule().bar("any") == gate.threshold
+    assert GateRule().pass_threshold("any") == gate.threshold
 
 
 @pytest.mark.slow
@@ -93,8 +93,8 @@ def test_a_p_value_of_exactly_its_share_blocks() -> None:
     for cases in (1, 2):
         rule = GateRule(repeats=3, confirm=10, alpha=cases * 2 / 560 / 0.7)
         assert rule.case_alpha / cases == 1 / 560
-        assert rule.names(cases, 3, 3) and not rule.names(cases + 1, 3, 3)
-        assert not rule.names(cases, 0, 3) and not rule.names(cases, 3, 0) and not rule.names(cases, 0, 0)
+        assert rule.can_block(cases, 3, 3) and not rule.can_block(cases + 1, 3, 3)
+        assert not rule.can_block(cases, 0, 3) and not rule.can_block(cases, 3, 0) and not rule.can_block(cases, 0, 0)
         before = passed(cases, attempts=3)
         found = apply_rule(rule, before, before | {"c00": [0.0] * 3}, {"c00": [0.0] * 10})
         assert [one.p_value for one in found.regressed] == [1 / 560]
@@ -129,7 +129,7 @@ def test_a_drop_blocks_only_if_it_is_marked() -> None:
 
 
 def test_what_cannot_name_a_case_leaves_alpha_to_the_suite() -> None:
-    assert GateRule().names(50, 4, 4) and not GateRule().names(5, 2, 2) and not GateRule(confirm=0).names(50, 4, 4)
+    assert GateRule().can_block(50, 4, 4) and not GateRule().can_block(5, 2, 2) and not GateRule(confirm=0).can_block(50, 4, 4)
     once, often = ({f"c{n}": [1.0] * tries for n in range(50)} for tries in (1, 4))
     assert GateRule(repeats=1, confirm=0).suite_alpha(once, once) == pytest.approx(0.035)
     assert GateRule().suite_alpha(often, often) == pytest.approx(0.0175) and GateRule().suite_alpha(once, once) == pytest.approx(0.035)

@@ -65,7 +65,7 @@ async def test_it_dies_later_and_comes_back_with_the_version_that_is_judged(tmp_
     async with started(tmp_path, registry) as (server, base, first):
         registry.set_state(first.number, VersionState.SERVING)  # the policy's server has gone on
         ScriptedServer.started[0].dead = True
-        await until(lambda: server.policy.restarts == 1 and server.policy.open)
+        await until(lambda: server.policy.restarts == 1 and server.policy.accepts_requests)
         await server.serve(base)
         assert server.policy.version == 0 and [one.version for one in ScriptedServer.started] == [0, 0]
 
@@ -86,7 +86,7 @@ async def test_it_dies_when_the_weights_that_it_has_are_gone_and_comes_back_with
             registry.add(replace(first, sha256=64 * "a"))
             (tmp_path / "versions/000001/probe.json").write_text("not for these")
         ScriptedServer.started[0].dead = True
-        await until(lambda: server.policy.restarts == 1 and server.policy.open)
+        await until(lambda: server.policy.restarts == 1 and server.policy.accepts_requests)
         assert server.policy.version == 0 and [one.version for one in ScriptedServer.started] == [0, 0]
 
 

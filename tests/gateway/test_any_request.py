@@ -63,7 +63,7 @@ class Asks:
         session = Session(episode=episode, tokens=ConversationTokens(CHATS[self.form]), models=("policy",))
         try:
             asked = self.protocol.read(self.body)
-            answer, delivered = await session.ask(asked)
+            answer, delivered = await session.complete(asked)
             delivered()
             self.written = [self.protocol.write(answer, asked), *self.protocol.events(answer, asked)]
         except RequestError as refused:

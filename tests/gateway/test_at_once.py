@@ -33,7 +33,7 @@ class AtOnce:
         session = Session(episode=episode, tokens=self.tokens, models=("policy",))
         for texts in self.rounds:
             asked = [chat_completions.read({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in texts]
-            self.outcomes.append(await asyncio.gather(*map(session.ask, asked), return_exceptions=True))
+            self.outcomes.append(await asyncio.gather(*map(session.complete, asked), return_exceptions=True))
         await session.close()
         if session.fault is not None:
             raise session.fault

@@ -45,7 +45,7 @@ class Asking:
             try:
                 if self.choke and number:
                     raise UnicodeError("no such letter")
-                answer, delivered = await session.ask(chat_completions.read({"model": "policy", "messages": messages}))
+                answer, delivered = await session.complete(chat_completions.read({"model": "policy", "messages": messages}))
             except RequestError as refused:
                 self.refusals.append(refused.kind)
                 break

@@ -19,7 +19,7 @@ def drawn(n: int, *, rate: float, se: float, sp: float, seed: int) -> AgreementT
     """A judge with this sensitivity and specificity on n answers, of which a share is right."""
     draw = random.Random(seed)
     labels = [draw.random() < rate for _ in range(n)]
-    return AgreementTable.of([(label, draw.random() < (se if label else 1 - sp)) for label in labels])
+    return AgreementTable.from_pairs([(label, draw.random() < (se if label else 1 - sp)) for label in labels])
 
 
 def tables(sims: int, n: int, **how: float) -> Iterator[AgreementTable]:
@@ -125,17 +125,22 @@ def test_many_labels_of_a_task_are_worth_few(monkeypatch: pytest.MonkeyPatch) ->
     assert rates["agreement"] > 0.92 and rates["informedness"] > 0.92 and rates["plain"] < 0.6, rates
 
     pairs = [(True, True), (False, True)]
-    alone = stats.DesignEffects.of([str(number) for number in range(40)], pairs * 20)
+    alone = stats.DesignEffects.from_pairs([str(number) for number in range(40)], pairs * 20)
     assert alone == stats.DesignEffects(), "one label of each task: nothing changes"
-    perfect = stats.DesignEffects.of([str(number // 8) for number in range(64)], [(True, True), (False, False)] * 32)
+    perfect = stats.DesignEffects.from_pairs([str(number // 8) for number in range(64)], [(True, True), (False, False)] * 32)
     assert perfect.agreement == perfect.informedness == 8.0, "no error was seen, and each task counts once"
-    one = stats.DesignEffects.of(["t"] * 64, [(True, True), (False, False), (True, False), (False, False)] * 16)
-    assert one.agreement == 64.0 and informedness(AgreementTable.of([(True, True), (False, False)] * 32), effect=one.informedness).low < 0
+    one = stats.DesignEffects.from_pairs(["t"] * 64, [(True, True), (False, False), (True, False), (False, False)] * 16)
+    assert (
+        one.agreement == 64.0
+        and informedness(AgreementTable.from_pairs([(True, True), (False, False)] * 32), effect=one.informedness).low < 0
+    )
 
 
 def test_rates_of_a_judge_that_may_be_a_coin_are_not_corrected() -> None:
     coin = calibration(AgreementTable(right_right=26, right_wrong=24, wrong_right=25, wrong_wrong=25))
-    assert coin.by_chance and not calibration(AgreementTable(right_right=40, right_wrong=10, wrong_right=10, wrong_wrong=40)).by_chance
+    assert (
+        coin.may_be_chance and not calibration(AgreementTable(right_right=40, right_wrong=10, wrong_right=10, wrong_wrong=40)).may_be_chance
+    )
     with pytest.raises(UserError, match="better than chance"):
         corrected_rate(50, 100, coin)
     with pytest.raises(UserError, match="no rate"):

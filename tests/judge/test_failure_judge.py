@@ -120,7 +120,7 @@ def test_the_command_asks_about_what_no_rule_is_sure_of_and_nothing_twice(tmp_pa
     unclear = [scored(turn(python("print(1)", f"{n}")), turn(submit(f"{n}")), answer=f"{n}", name=f"g00000{n}-0-a0") for n in range(2)]
     clear = scored(turn(python("print(1)", "412")), turn(submit("421")), answer="421", name="g000002-0-a0")
     for index, one in enumerate([*unclear, clear]):
-        capture.group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
+        capture.capture_group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
     capture.close()
 
     def call(*arguments: str) -> Result:
@@ -158,7 +158,7 @@ def test_what_a_person_says_while_the_judge_is_asked_stays(tmp_path: Path) -> No
     capture = Capture(run, CaptureConfig(), origin={"run": "run"})
     for index, name in enumerate(("g000000-0-a0", "g000001-0-a0")):
         one = scored(turn(python("print(1)", name)), turn(submit(name)), answer=name, name=name)
-        capture.group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
+        capture.capture_group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
     capture.close()
     (tmp_path / "slow.py").write_text(
         "from pathlib import Path\nfrom agentrl.failure.collection import Collection\nfrom agentrl.failure.trace import Tag\n"
@@ -185,7 +185,7 @@ def test_an_interrupt_leaves_what_was_named_and_the_counts_of_it(tmp_path: Path,
     capture = Capture(run, CaptureConfig(), origin={"run": "run"})
     for index in range(3):
         one = scored(turn(python("print(1)", f"{index}")), turn(submit(f"{index}")), answer=f"{index}", name=f"g00000{index}-0-a0")
-        capture.group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
+        capture.capture_group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
     capture.close()
     write_digest(run)
     (tmp_path / "pressed.py").write_text(

@@ -132,7 +132,7 @@ def test_what_a_server_separated_from_the_reasoning_has_none() -> None:
     for key, apart in (("reasoning_content", True), ("reasoning", True), ("other", False)):
         message = {"content": quoting, key: "hm"}
         reply = parse_completion(json.dumps({"choices": [{"message": message}]}).encode(), 10_000, [])
-        assert reply.thought_apart is apart
+        assert reply.separate_reasoning is apart
         assert (parse_answer(reply, lambda found: found).verdict is None) is apart
 
 

@@ -78,7 +78,7 @@ def test_what_agents_and_tools_wrote_cannot_speak_to_the_terminal(monkeypatch: p
 def test_a_labelled_answer_is_a_task_and_an_episode_again(run: Path) -> None:
     item = run_answers(run)[0]
     assert [one.id for one in run_answers(run)] == [one.id for one in run_answers(run)] and len(run_answers(run)) == 5
-    again = parse_item(item.line())
+    again = parse_item(item.to_line())
     assert again == item and again.task().data["answer"] == str(int(item.task_id[1:]) + 1)
     (line,) = again.episode().trajectories
     assert line.turns[0].message.tool_calls[0].name == "python" and line.turns[0].tool_results[0].output.startswith("2")

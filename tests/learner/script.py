@@ -129,7 +129,7 @@ class Scenario:
             updater = Updater(engine)
             metrics = []
             for step, groups in enumerate(self.groups):
-                penalties = updater.penalties(counted_samples(groups))
+                penalties = updater.score_penalties(counted_samples(groups))
                 metrics.append(updater.update(assemble(step, groups, made, penalties=penalties).batch))
             found[name] = {"weights": gather_weights(engine), "metrics": metrics, "penalties": penalties}
         return found
@@ -373,7 +373,7 @@ def main(kind_of: type[Scenario] = Scenario) -> None:
         key = numbers.get(kind, "minibatches") if extra.isdecimal() else "variant"
         changes = {key: int(extra) if extra.isdecimal() else extra} if extra else {}
         result = getattr(scenario, kind)(int(stage), **changes)
-        if ranks.first:
+        if ranks.is_first:
             torch.save(result, Path(out) / f"{name}.pt")
     ranks.barrier()
     processes.leave()

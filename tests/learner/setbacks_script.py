@@ -33,7 +33,7 @@ class Setbacks(Scenario):
         except LearnerHalted as error:
             metrics, halted = {}, str(error)
         after = gather_weights(engine)
-        setbacks = updater.guard.drain()
+        setbacks = updater.guard.take_failures()
         counts = updater.guard.counts
         everyone: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(everyone, (setbacks, counts, halted, updater.guard.rolling_back), group=self.ranks.control)

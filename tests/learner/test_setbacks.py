@@ -133,54 +133,54 @@ def test_every_limit_judges_its_own_figure_at_its_bound(name: str, at: float, me
     guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(**{name: Limit(at=at)})))
     for fine in (FINE, FINE | {metric: at}):
         known = {key: value for key, value in fine.items() if key != "grad_norm"}
-        assert guard.bound(known) == (at if name == "max_grad_norm" else math.inf)
+        assert guard.largest_norm(known) == (at if name == "max_grad_norm" else math.inf)
     beyond = FINE | {metric: bad}
     if name != "max_grad_norm":
-        assert guard.bound(beyond) < 0
-    guard.settle(_part(), beyond, applied=False)
-    (setback,) = guard.drain()
+        assert guard.largest_norm(beyond) < 0
+    guard.record_policy_step(_part(), beyond, applied=False)
+    (setback,) = guard.take_failures()
     assert setback.reasons == (f"{metric} {bad:g} is {'below' if name.startswith('min') else 'above'} learner.limits.{name}.at={at:g}",)
     assert setback.episodes == ("e",) and setback.groups == (7, 8)
-    assert guard.drain() == ()
+    assert guard.take_failures() == ()
 
 
 def test_the_strictest_action_wins_and_rollbacks_run_out() -> None:
     limits = LimitsConfig(max_kl=Limit(at=0.5), min_entropy=Limit(at=0.5, action="rollback"), max_rollbacks=1)
     guard = UpdateGuard(LearnerConfig(limits=limits))
     bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
-    guard.begin()
-    guard.settle(_part(), bad, applied=False)
-    assert guard.rolling_back and not guard.sound and guard.counts.rollbacks == 1
-    guard.begin()
-    guard.settle(_part(4), FINE, applied=True)
-    assert guard.sound and not guard.rolling_back
+    guard.begin_step()
+    guard.record_policy_step(_part(), bad, applied=False)
+    assert guard.rolling_back and not guard.start_weights_passed and guard.counts.rollbacks == 1
+    guard.begin_step()
+    guard.record_policy_step(_part(4), FINE, applied=True)
+    assert guard.start_weights_passed and not guard.rolling_back
     with pytest.raises(LearnerHalted, match="1 rollbacks are made"):
-        guard.settle(_part(5), bad, applied=False)
-    assert [setback.action for setback in guard.drain()] == ["rollback", "halt"]
+        guard.record_policy_step(_part(5), bad, applied=False)
+    assert [setback.action for setback in guard.take_failures()] == ["rollback", "halt"]
 
 
 def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
     guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
     nan = FINE | {"grad_norm": math.nan}
     for _ in range(2):
-        guard.settle_critic(_part(), {}, applied=True)
+        guard.record_critic_step(_part(), {}, applied=True)
         if guard.counts.bad_in_a_row == 1:
             with pytest.raises(LearnerHalted, match=r"2 optimizer steps in a row were left out .* the gradient is not finite"):
-                guard.settle(_part(), nan, applied=False)
+                guard.record_policy_step(_part(), nan, applied=False)
         else:
-            guard.settle(_part(), nan, applied=False)
+            guard.record_policy_step(_part(), nan, applied=False)
     guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
-    guard.settle_critic(_part(), {"value_grad_norm": math.inf}, applied=False)
-    guard.settle(_part(), FINE, applied=True)
+    guard.record_critic_step(_part(), {"value_grad_norm": math.inf}, applied=False)
+    guard.record_policy_step(_part(), FINE, applied=True)
     with pytest.raises(LearnerHalted, match="of the critic"):
-        guard.settle_critic(_part(), {}, applied=False)
-    assert guard.drain()[0].metrics == {"value_grad_norm": None}
+        guard.record_critic_step(_part(), {}, applied=False)
+    assert guard.take_failures()[0].metrics == {"value_grad_norm": None}
 
 
 def test_the_log_forgets_the_steps_that_are_made_again(tmp_path: Path) -> None:
     log = UpdateFailureLog(tmp_path)
     assert log.read() == ()
-    log.forget_from(0)
+    log.remove_from(0)
     made = tuple(
         UpdateFailure(step=step, action="skip", what="group", reasons=("x",), groups=(step,), episodes=("e",), metrics={"loss": None})
         for step in range(3)
@@ -192,7 +192,7 @@ def test_the_log_forgets_the_steps_that_are_made_again(tmp_path: Path) -> None:
         file.write(b'{"step": 3')  # a killed process
     assert log.read() == made
     assert log.read(1) == made[1:2]
-    log.forget_from(2)
+    log.remove_from(2)
     assert log.read() == made[:2]
     log.append(made[2:])
     assert log.read() == made

@@ -110,7 +110,7 @@ def sample(name: str, ids: tuple[int, ...], supports: list[tuple[int, ...]] | No
         logprobs=(0.0,) * len(ids),
         versions=tuple(0 if trained else -1 for trained in mask),
         advantages=(0.0,) * len(ids),
-        supports=None if supports is None else Supports.of([(), *supports]),
+        supports=None if supports is None else Supports.from_rows([(), *supports]),
     )
 
 

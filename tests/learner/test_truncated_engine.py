@@ -86,7 +86,7 @@ def _drawn_episode(scored: ScoredEpisode, run_dir: Path, entropies: list[tuple[s
             logprobs.append(logp[over.index(token)].item())
             rows.append(row)
             place += 1
-        turns.append(replace(turn, logprobs=tuple(logprobs), supports=Supports.of(rows)))
+        turns.append(replace(turn, logprobs=tuple(logprobs), supports=Supports.from_rows(rows)))
     return replace(scored, episode=replace(scored.episode, trajectories=(replace(line, turns=tuple(turns)),)))
 
 

@@ -20,13 +20,13 @@ def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
     bound = 5.0 if name == "max_ratio" else 0.5
     guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
     metrics = {"loss": 0.1, FIGURES[name]: math.nan}
-    assert guard.bound(metrics) == REFUSE_ALL
-    guard.settle(PART, metrics, applied=False)
+    assert guard.largest_norm(metrics) == REFUSE_ALL
+    guard.record_policy_step(PART, metrics, applied=False)
     assert guard.rolling_back, "the limit's own action, not that of a loss which is not finite"
-    (setback,) = guard.drain()
+    (setback,) = guard.take_failures()
     assert setback.reasons[-1] == f"{FIGURES[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
 
 
 def test_a_figure_without_a_limit_or_without_a_value_stops_nothing() -> None:
     guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
-    assert guard.bound({"loss": 0.1, "entropy": math.nan}) == math.inf
+    assert guard.largest_norm({"loss": 0.1, "entropy": math.nan}) == math.inf

@@ -51,7 +51,7 @@ def _samples(rng: random.Random) -> tuple[Sample, ...]:
 def _tokens(logprobs: Tensor, entropy: Tensor, objective: ObjectiveConfig, **constants: Tensor) -> TrainedTokens:
     """Proximal policy and reference lie a fixed way from the policy, so that both computations know them."""
     proximal = logprobs.detach() - 0.1 if objective.proximal == "recompute" else None
-    return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, reference=logprobs.detach() + 0.2, **constants)
+    return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, kl_reference=logprobs.detach() + 0.2, **constants)
 
 
 def _plain(model: nn.Module, rows: tuple[Sample, ...], objective: ObjectiveConfig) -> TrainedTokens:

@@ -104,7 +104,7 @@ def _tokens(x: dict[str, Tensor]) -> TrainedTokens:
         advantages=x["advantages"][:, None].expand(6, 11)[keep],
         sequence=rows[keep],
         proximal=x["proximal"][keep],
-        reference=x["reference"][keep],
+        kl_reference=x["reference"][keep],
         entropy=x["entropy"][keep],
     )
 

@@ -158,7 +158,7 @@ def test_a_group_of_a_broken_task_is_consumed_without_a_sample() -> None:
     fault = replace(GONE, blame=Blame.TASK)
     broken = group(*(scored(str(n), 1.0, failures=(fault,)) for n in range(4)))
     made = assemble(0, [broken], recipe())
-    assert (made.batch.samples, made.batch.group_indices, made.dropped) == ((), (0,), {0: "broken_task"})
+    assert (made.batch.samples, made.batch.group_indices, made.drop_reasons) == ((), (0,), {0: "broken_task"})
 
 
 @settings(deadline=None)

@@ -63,7 +63,7 @@ def draw(seed: int, n: int = 300, sequences: int = 9, *, proximal: bool = True) 
         advantages=noise[2],
         sequence=sequence,
         proximal=centre if proximal else None,
-        reference=behaviour + 0.4 * noise[3],
+        kl_reference=behaviour + 0.4 * noise[3],
         entropy=torch.rand(n, generator=g, dtype=torch.float64).requires_grad_(),
     )
 
@@ -230,7 +230,7 @@ def test_metrics_against_numpy() -> None:
     log_ratio = (tokens.logprobs.detach() - tokens.behaviour).numpy()
     ratio, advantages = np.exp(log_ratio), tokens.advantages.numpy()
     weight = np.minimum(ratio, 2.0)
-    assert tokens.entropy is not None and tokens.reference is not None
+    assert tokens.entropy is not None and tokens.kl_reference is not None
     assert found["ratio_mean"] == pytest.approx(ratio.mean())
     assert found["ratio_max"] == pytest.approx(ratio.max())
     assert found["ratio_min"] == pytest.approx(ratio.min())
@@ -245,7 +245,7 @@ def test_metrics_against_numpy() -> None:
     assert found["clip_fraction_low"] > 0 < found["clip_fraction_high"]
     assert found["mismatch_tokens"] == 0 and "mismatch_kl" not in found, "no token is known to be of these weights"
     assert found["truncated_fraction"] == pytest.approx((ratio > 2).mean())
-    gap = (tokens.reference - tokens.logprobs.detach()).numpy()
+    gap = (tokens.kl_reference - tokens.logprobs.detach()).numpy()
     assert found["kl_reference"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
 
 

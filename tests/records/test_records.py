@@ -161,17 +161,17 @@ def test_what_a_sandbox_gets_is_text_and_binary_files() -> None:
 
 
 def test_supports_are_read_back_as_they_were_given() -> None:
-    held = Supports.of([(7, 3), (), (5,), (2, 11, 9), (), ()])
+    held = Supports.from_rows([(7, 3), (), (5,), (2, 11, 9), (), ()])
     assert (len(held), held.rows) == (6, ((3, 7), (), (5,), (2, 9, 11), (), ()))
     assert list(held.token_ids) == [3, 7, 5, 2, 9, 11]
     assert codec.from_json(Supports, codec.to_json(held)) == held
-    assert Supports.joined([2, held, 1]) == Supports.of([(), (), *held.rows, ()])
-    assert Supports.joined([2, Supports.of([(), ()]), 3]) is None
+    assert Supports.join([2, held, 1]) == Supports.from_rows([(), (), *held.rows, ()])
+    assert Supports.join([2, Supports.from_rows([(), ()]), 3]) is None
 
 
 @given(st.lists(st.sets(st.integers(0, (1 << 31) - 1), max_size=6), max_size=6))
 def test_any_supports_are_kept(rows: list[set[int]]) -> None:
-    assert Supports.of(rows).rows == tuple(tuple(sorted(row)) for row in rows)
+    assert Supports.from_rows(rows).rows == tuple(tuple(sorted(row)) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -192,15 +192,15 @@ def test_supports_that_are_none_cannot_be_made(sizes: bytes, ids: bytes) -> None
     with pytest.raises(ValueError):
         Supports(sizes=sizes, ids=ids)
     with pytest.raises(ValueError):
-        Supports.of([(-1,)])
+        Supports.from_rows([(-1,)])
 
 
 def test_a_sampled_token_is_in_its_support() -> None:
-    made = replace(turn(3, (0, 0, 3)), supports=Supports.of([(0, 9), (), (2,)]))
+    made = replace(turn(3, (0, 0, 3)), supports=Supports.from_rows([(0, 9), (), (2,)]))
     assert codec.from_json(Turn, codec.to_json(made)) == made
     for rows, said in (([(0,), (2,), ()], r"token 1 \(1\) is not in its support"), ([(0,), (1,)], "3 tokens but 2 supports")):
         with pytest.raises(ValueError, match=said):
-            replace(made, supports=Supports.of(rows))
+            replace(made, supports=Supports.from_rows(rows))
 
 
 def test_a_record_from_before_there_were_supports_is_read() -> None:

@@ -113,9 +113,9 @@ def test_groups_come_back_from_the_store(group: Group) -> None:
 def test_running_episodes_are_found_as_they_were_kept(record: EpisodeState | ScoredEpisode) -> None:
     with tempfile.TemporaryDirectory() as folder:
         running = FolderCheckpoints(Path(folder))
-        kept = running.keep(1, 2, record) if isinstance(record, EpisodeState) else running.finish(1, 2, record)
+        kept = running.save_state(1, 2, record) if isinstance(record, EpisodeState) else running.save_scored(1, 2, record)
         asyncio.run(_both(kept))
-        assert same(asyncio.run(_both(running.find(1, 2))), record)
+        assert same(asyncio.run(_both(running.load(1, 2))), record)
 
 
 async def _both(awaitable: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task
     fault = dataclasses.replace(failure, blame=Blame.TASK)
     with tempfile.TemporaryDirectory() as name:
         Quarantine(Path(name), limit=9).add(excluded_group(3, task_id, task_key, fault, size=2))
-        known = Quarantine(Path(name), limit=9).known(task_key)
+        known = Quarantine(Path(name), limit=9).known_fault(task_key)
         assert known is not None and known.message == fault.message and count_quarantined(Path(name)) == 1
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from agentrl.errors import JudgeError, PluginError, TaskError
+from agentrl.protocols.group_judge import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, Failure, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.reward.group_judging import AWAITING_GROUP_JUDGE, GroupJudgeScorer, load_group_judge
+from agentrl.reward.group_judging import GroupJudgeScorer, load_group_judge
 
 TASK = Task(
     id="t",
@@ -66,19 +67,19 @@ def ended(answer: str | None, score: Score = WAITING, *, fault: bool = False) ->
 
 
 def scorer(judge: Any, *, weight: float = 1.0, **alone: Any) -> GroupJudgeScorer:
-    return GroupJudgeScorer(judge=judge, name="rank", weight=weight, alone=TaskScorer(max_retries=1, **alone))
+    return GroupJudgeScorer(judge=judge, name="rank", weight=weight, task_scorer=TaskScorer(max_retries=1, **alone))
 
 
 async def test_a_group_is_judged_at_once_and_who_was_left_out_is_not_shown() -> None:
     judge = Ranks()
-    first, out, last = await scorer(judge).together(TASK, [ended("1"), ended("0.5", fault=True), ended("0.25")])
+    first, out, last = await scorer(judge).score_group(TASK, [ended("1"), ended("0.5", fault=True), ended("0.25")])
     assert judge.shown == [["1", "0.25"]]
     assert (first.value, out.value, last.value) == (1.0, None, 0.25) and out.reason == "left out: it" and first.parts == {"rank": 1.0}
-    assert (await scorer(judge).first(TASK, ended("1").episode)) == WAITING
+    assert (await scorer(judge).score_attempt(TASK, ended("1").episode)) == WAITING
 
 
 async def test_an_abstention_is_unscored_and_the_others_count() -> None:
-    unsure, sure = await scorer(Ranks()).together(TASK, [ended("?"), ended("0")])
+    unsure, sure = await scorer(Ranks()).score_group(TASK, [ended("?"), ended("0")])
     assert unsure.value is None and "unsure" in unsure.reason and unsure.blame is None and sure.value == 0.0
 
 
@@ -96,7 +97,7 @@ async def test_an_abstention_is_unscored_and_the_others_count() -> None:
 )
 async def test_whatever_a_judge_does_nobody_gets_a_made_up_score(does: Any, blame: Blame | None, told: str) -> None:
     judge = Ranks(does)
-    scores = await scorer(judge).together(TASK, [ended("1"), ended("0")])
+    scores = await scorer(judge).score_group(TASK, [ended("1"), ended("0")])
     assert {score.value for score in scores} == {None} and all(told in score.reason and score.blame is blame for score in scores)
     calls = {Blame.INFRASTRUCTURE: 2, Blame.TASK: 1, None: 4}[blame]
     assert len(judge.shown) == calls, "what may pass is asked again, and what may be provoked about harmless answers"
@@ -115,42 +116,42 @@ class Fragile(Ranks):
 
 @pytest.mark.parametrize("said", ["boom", "HTTP 503", "9**9**9"])
 async def test_an_attempt_whose_words_break_the_judge_does_not_take_its_group_out(said: str) -> None:
-    scores = await scorer(Fragile(), timeout_s=0.3).together(TASK, [ended("1"), ended(said), ended("-2"), ended(said)])
+    scores = await scorer(Fragile(), timeout_s=0.3).score_group(TASK, [ended("1"), ended(said), ended("-2"), ended(said)])
     assert [score.value for score in scores] == [1.0, -2.0, -2.0, -2.0]
     assert "at what this attempt says" in scores[1].evidence
 
 
 async def test_attempts_that_all_break_the_judge_get_the_lowest_value() -> None:
-    scores = await scorer(Fragile()).together(TASK, [ended("boom"), ended("boom")])
+    scores = await scorer(Fragile()).score_group(TASK, [ended("boom"), ended("boom")])
     assert [score.value for score in scores] == [0.0, 0.0]
 
 
 async def test_a_judge_that_does_not_reach_its_server_is_asked_again() -> None:
     judge = Ranks(ConnectionRefusedError("connection refused"))
-    scores = await scorer(judge).together(TASK, [ended("1"), ended("0")])
+    scores = await scorer(judge).score_group(TASK, [ended("1"), ended("0")])
     assert {score.blame for score in scores} == {Blame.INFRASTRUCTURE} and len(judge.shown) == 2
 
 
 async def test_one_attempt_alone_is_compared_with_nothing() -> None:
     judge = Ranks()
-    (alone, _) = await scorer(judge).together(TASK, [ended("1"), ended("1", fault=True)])
+    (alone, _) = await scorer(judge).score_group(TASK, [ended("1"), ended("1", fault=True)])
     assert alone.value is None and "no other attempt" in alone.reason and judge.shown == []
 
 
 async def test_verifiers_have_their_share_and_whom_they_could_not_score_is_not_shown() -> None:
     judge, mine = Ranks(), scorer(Ranks(), weight=0.25)
     mine = replace(mine, judge=judge)
-    first = await mine.first(TASK, ended("1").episode)
+    first = await mine.score_attempt(TASK, ended("1").episode)
     assert first.value == 0.5
     broken = Score(value=None, reason="verifier raised")
-    one, two, out = await mine.together(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
+    one, two, out = await mine.score_group(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
     assert (one.value, two.value, out) == (0.625, 0.375, broken) and judge.shown == [["1", "0"]]
     assert one.parts["rank"] == 1.0 and one.parts["tests.reward.test_group_judging:half/x"] == 1.0
 
 
 async def test_the_audit_is_asked_about_what_the_judge_has_scored() -> None:
     name = "tests.reward.test_group_judging:audit"
-    one, unsure = await scorer(Ranks(), audit=(name,)).together(TASK, [ended("1"), ended("?")])
+    one, unsure = await scorer(Ranks(), audit=(name,)).score_group(TASK, [ended("1"), ended("?")])
     assert one.value == 1.0 and one.parts["audit"] == 0.25 and "audit" not in unsure.parts
 
 

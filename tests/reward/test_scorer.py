@@ -452,7 +452,7 @@ def test_verifiers_are_prepared_once_and_those_after_a_known_one_are_loaded(tmp_
 
 async def test_an_audit_of_a_score_that_there_is_loads_its_verifiers() -> None:
     reference = task("half").verifiers
-    score = await TaskScorer(audit=reference).audited(task(), EPISODE, Score(value=1.0))
+    score = await TaskScorer(audit=reference).audit_score(task(), EPISODE, Score(value=1.0))
     assert score.value == 1.0 and 0.5 in score.parts.values()
 
 
@@ -466,9 +466,9 @@ async def test_an_episode_without_a_value_is_not_audited() -> None:
     scorer = TaskScorer(audit=("counts",), _verifiers={"counts": counts, "broken": broken})
     assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and calls == []
     given = Score(value=None, reason="x")
-    assert await scorer.audited(task(), EPISODE, given) is given and calls == []
+    assert await scorer.audit_score(task(), EPISODE, given) is given and calls == []
     unaudited = Score(value=1.0)
-    assert await TaskScorer().audited(task(), EPISODE, unaudited) is unaudited
+    assert await TaskScorer().audit_score(task(), EPISODE, unaudited) is unaudited
 
 
 async def by_branch(task: Task, episode: Episode) -> Score:

@@ -21,10 +21,10 @@ def worker() -> Iterator[SubprocessWorker]:
 
 
 async def test_each_request_gets_its_own_reply(worker: SubprocessWorker) -> None:
-    assert await asyncio.gather(*(worker.ask(number) for number in range(1, 60))) == [1 / number for number in range(1, 60)]
-    assert await worker.ask("prepared") is True
-    assert await worker.ask("print") == "printed", "what the function prints is no reply"
-    assert await worker.ask("size " + "x" * 3_000_000) == 3_000_005
+    assert await asyncio.gather(*(worker.call(number) for number in range(1, 60))) == [1 / number for number in range(1, 60)]
+    assert await worker.call("prepared") is True
+    assert await worker.call("print") == "printed", "what the function prints is no reply"
+    assert await worker.call("size " + "x" * 3_000_000) == 3_000_005
 
 
 @pytest.mark.parametrize(
@@ -42,40 +42,40 @@ async def test_what_goes_wrong_is_typed_and_the_next_request_is_answered(
     request_: Any, error: type[Exception], said: str, worker: SubprocessWorker
 ) -> None:
     with pytest.raises(error, match=said):
-        await worker.ask(request_)
-    assert await worker.ask("next") == "next"
+        await worker.call(request_)
+    assert await worker.call("next") == "next"
 
 
 async def test_an_answers_fault_is_told_from_the_judges(worker: SubprocessWorker) -> None:
-    assert await worker.judge(2, sound=1) == 0.5
+    assert await worker.evaluate(2, sound=1) == 0.5
     with pytest.raises(AnswerFault, match="ZeroDivisionError"):
-        await worker.judge(0, sound=1)
+        await worker.evaluate(0, sound=1)
     with pytest.raises(ControlFailed, match="cannot be judged"):
-        await worker.judge(0, sound=0)
+        await worker.evaluate(0, sound=0)
 
 
 async def test_a_process_that_cannot_start_is_the_machines_fault() -> None:
     with pytest.raises(InfrastructureError, match="did not start"):
-        await SubprocessWorker(act, prepare=dies).ask(1)
+        await SubprocessWorker(act, prepare=dies).call(1)
 
 
 async def test_a_reply_to_another_request_is_never_taken(worker: SubprocessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Child, "_read", lambda self, process, within_s: b'{"number": 99999, "reply": 1.0}\n')
     with pytest.raises(InfrastructureError, match="answered request 99999"):
-        await worker.ask(1)
+        await worker.call(1)
 
 
 async def test_whoever_stops_waiting_is_never_asked_about() -> None:
     one = SubprocessWorker(act, deadline_s=60.0)
-    assert await one.ask(1) == 1.0
+    assert await one.call(1) == 1.0
     child = one._free.get()  # until it is given back, the first of these waits for it, and the others for the first
-    waiting = [asyncio.create_task(one.ask("x" * 10)) for _ in range(2000)]
+    waiting = [asyncio.create_task(one.call("x" * 10)) for _ in range(2000)]
     await asyncio.sleep(0)
     for job in waiting:
         job.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     one._free.put(child)
-    assert await one.ask("asked") <= 3, "the process has heard of the first at most"
+    assert await one.call("asked") <= 3, "the process has heard of the first at most"
     one.close()
 
 
@@ -89,8 +89,8 @@ async def test_a_process_that_is_full_is_replaced() -> None:
     """What one answer left in memory must not fail the next ones, and with them the sound request."""
     one = SubprocessWorker(act, deadline_s=60.0, memory=1 << 30)
     with pytest.raises(CallFailed, match="MemoryError"):
-        await one.ask("hoard")
-    assert await one.ask("modest") == 512 << 20
-    assert await one.ask("keep") == "kept"
-    assert await one.ask("modest") == 512 << 20
+        await one.call("hoard")
+    assert await one.call("modest") == 512 << 20
+    assert await one.call("keep") == "kept"
+    assert await one.call("modest") == 512 << 20
     one.close()

@@ -104,8 +104,8 @@ def ends_scored(store: SqliteStore, index: int, words: Sequence[tuple[str, list[
         max_model_len=100_000,
         request_timeout_s=60.0,
     )
-    groups = GroupRunner(runner=runner, score=one, slots=asyncio.Semaphore(2), group_size=2, max_retries=0)
-    group = asyncio.run(groups.group(index, TASK))
+    groups = GroupRunner(runner=runner, scorer=one, slots=asyncio.Semaphore(2), group_size=2, max_retries=0)
+    group = asyncio.run(groups.run_group(index, TASK))
     for scored in group.episodes:
         assert scored.score.value == 1.0, scored.score.reason
         assert all(failure.blame is Blame.POLICY for failure in scored.episode.failures)

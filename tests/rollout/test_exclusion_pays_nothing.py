@@ -205,9 +205,9 @@ async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
         request_timeout_s=120.0,
         tools=run_tools(way),
     )
-    groups = GroupRunner(runner=runner, score=TaskScorer(timeout_s=10.0), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
+    groups = GroupRunner(runner=runner, scorer=TaskScorer(timeout_s=10.0), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
     tasks = [replace(TASK, id=f"task {index}", tools=(TOOLS.get(way, "python"), "submit")) for index in range(GROUPS)]
-    return [await groups.group(index, task) for index, task in enumerate(tasks)], policy
+    return [await groups.run_group(index, task) for index, task in enumerate(tasks)], policy
 
 
 def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
@@ -259,9 +259,9 @@ def test_the_measure_sees_a_way_out() -> None:
             max_model_len=4096,
             request_timeout_s=120.0,
         )
-        groups = GroupRunner(runner=runner, score=TaskScorer(), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
+        groups = GroupRunner(runner=runner, scorer=TaskScorer(), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
         task = replace(TASK, limits=Limits(turns=3, turn_tokens=400, episode_tokens=4000))
-        return [await groups.group(index, task) for index in range(GROUPS)], policy
+        return [await groups.run_group(index, task) for index in range(GROUPS)], policy
 
     groups, policy = run_virtually(play())
     gained = gains(groups, policy.arms)

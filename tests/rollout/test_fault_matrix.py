@@ -287,18 +287,18 @@ async def played(plant: Plant) -> ScoredEpisode:
         tools=RunTools(servers={}, bounds={}),
     )
     scorer = TaskScorer(max_retries=0, timeout_s=10.0)
-    compared = GroupJudgeScorer(judge=compare, name="compare", weight=1.0, alone=scorer) if plant.part.startswith("group") else None
+    compared = GroupJudgeScorer(judge=compare, name="compare", weight=1.0, task_scorer=scorer) if plant.part.startswith("group") else None
     groups = GroupRunner(
         runner=runner,
-        score=scorer,
-        together=compared,
+        scorer=scorer,
+        group_scoring=compared,
         slots=asyncio.Semaphore(1),
         group_size=1 if compared is None else 2,
         max_retries=0,
-        keeper=Shelf(plant),
+        checkpoints=Shelf(plant),
     )
     async with asyncio.timeout(2000):  # whatever hangs
-        group = await groups.group(0, TASK)
+        group = await groups.run_group(0, TASK)
     one, *_ = group.episodes
     return one
 
@@ -383,8 +383,8 @@ async def played_with_mcp(part: str, kind: str) -> ScoredEpisode:
     )
     PLANTED.append(Plant("nowhere", "bug"))
     scorer = TaskScorer(max_retries=0, timeout_s=10.0)
-    groups = GroupRunner(runner=runner, score=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
-    (one,) = (await groups.group(0, replace(TASK, tools=("mcp:it", "submit"), outputs=()))).episodes
+    groups = GroupRunner(runner=runner, scorer=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
+    (one,) = (await groups.run_group(0, replace(TASK, tools=("mcp:it", "submit"), outputs=()))).episodes
     return one
 
 

@@ -233,37 +233,37 @@ def test_the_medians_are_computed_again_when_a_sixteenth_of_the_history_is_new()
 
 def test_a_measurement_weighs_16_tokens() -> None:
     pace = Pace()
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     used(pace, 16, 16.0)
     assert pace.usual_s(1, 1.0, cut=True) == 1.0, "half of the weight is slow"
     pace = Pace()
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     used(pace, 15, 15.0)
     assert pace.usual_s(1, 1.0, cut=True) == 0.5
 
 
 def test_the_start_is_judged_after_16_measurements_and_at_more_than_twice_the_time() -> None:
     pace, now = Pace(), 0.0
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     for number in range(15):
-        assert pace.slow_start() == "", number
+        assert pace.slow_start_alert() == "", number
         now = used(pace, 64, 64.5, at=now)
-    assert "2.0 times slower" in pace.slow_start()
+    assert "2.0 times slower" in pace.slow_start_alert()
     even, now = Pace(), 0.0
-    even.measured(0.5)
+    even.set_idle_token_s(0.5)
     for _ in range(40):
         now = used(even, 64, 64.0, at=now)
-    assert even.slow_start() == "", "twice is not slow yet"
+    assert even.slow_start_alert() == "", "twice is not slow yet"
 
 
 def test_a_batch_that_shares_the_measured_throughput_is_no_slow_start() -> None:
     pace = Pace()
-    pace.measured(0.5)
+    pace.set_idle_token_s(0.5)
     for round_ in range(4):
         requests = [pace.begin(1000.0 * round_) for _ in range(8)]
         for request in requests:  # 8 * 64 tokens, each of which takes 0.75 s
             pace.end(request, 1000.0 * round_ + 8 * 64 * 0.75, tokens=64, at_most=64)
-    assert pace.slow_start() == ""
+    assert pace.slow_start_alert() == ""
 
 
 def stored(rows: Sequence[Sequence[float]], *, stride: int = 1, sizes: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Watched(Pace):
         self.begun: list[int] = []
         self.corrected: list[int | None] = []
         if token_s is not None:
-            self.measured(token_s)
+            self.set_idle_token_s(token_s)
 
     def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
         self.begun.append(reads)
@@ -253,7 +253,7 @@ def test_a_new_version_reads_the_whole_prompt() -> None:
 
 def elsewhere(pace: Pace, *, within_s: float = 1000.0, spent_s: float = 0.0, at_most: int = 100) -> int:
     async def most() -> int:
-        with requests_of(Server(), pace, spent_s=spent_s).elsewhere(at_most, within_s=within_s) as request:
+        with requests_of(Server(), pace, spent_s=spent_s).external_request(at_most, within_s=within_s) as request:
             return request.most
 
     return run_virtually(most())
@@ -288,7 +288,7 @@ def test_a_request_of_the_agent_is_judged_by_the_pace_of_all_requests() -> None:
 def test_the_time_of_a_request_of_the_agent_counts() -> None:
     async def send(pace: Pace, tokens: int | None) -> SamplingTime:
         requests = requests_of(Server(), pace)
-        with requests.elsewhere(100, within_s=6.0) as request:
+        with requests.external_request(100, within_s=6.0) as request:
             await asyncio.sleep(4.0)
             request.tokens = tokens
         return requests.sampling
@@ -304,7 +304,7 @@ def test_the_time_of_a_request_of_the_agent_counts() -> None:
 def ended(*, program_s: float = 0.0, sampled_s: float = 0.0, lost_s: float = 0.0, pace: Pace | None = None) -> Failure | None:
     requests = requests_of(Server(), pace, limit_s=100.0)
     requests.sampling = SamplingTime(before=(sampled_s, lost_s))
-    return requests.ended(program_s=program_s, sandbox_s=7.0, turn=3)
+    return requests.timeout_failure(program_s=program_s, sandbox_s=7.0, turn=3)
 
 
 def test_an_episode_of_long_programs_has_no_failure() -> None:
@@ -360,6 +360,6 @@ def test_the_figures_of_the_newest_request(tokens: int | None, usual_s: float | 
     requests.sampling = SamplingTime(before=(80.0, 0.0))
     requests.sampling.begin(0.0)
     requests.sampling.end(10.0, Reading(tokens=tokens, seconds=10.0, in_flight=2.5, usual_s=usual_s))
-    failure = requests.ended(program_s=0.0, sandbox_s=0.0, turn=3)
+    failure = requests.timeout_failure(program_s=0.0, sandbox_s=0.0, turn=3)
     assert failure is not None
     assert f"; the newest request had {figures} with 2.5 requests in flight, 3 of them waiting\n  fix" in failure.message

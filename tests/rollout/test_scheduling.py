@@ -40,7 +40,7 @@ def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: S
     race.start(ended)
     for place in began:  # which grows
         if not place.job.cancelled:  # type: ignore[union-attr]
-            race.ended(place, scored(place.number, values[place.number]))
+            race.record_end(place, scored(place.number, values[place.number]))
     return race, [place.number for place in began]
 
 

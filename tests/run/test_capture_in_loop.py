@@ -129,7 +129,7 @@ async def test_capture_costs_an_episode_little(tmp_path: Path) -> None:
         for one in some:
             assert one.task is not None and one.episode is not None and one.score is not None
             episode = ScoredEpisode(episode=replace(one.episode, id=f"{one.id}-{number}"), score=one.score)
-            capture.group(one.task, Group(index=number, task_id="t", task_key=one.episode.task_key, episodes=(episode,)), step=0)
+            capture.capture_group(one.task, Group(index=number, task_id="t", task_key=one.episode.task_key, episodes=(episode,)), step=0)
     spent = (time.process_time() - started) / (20 * len(some))
     capture.close()
     assert capture.lost == 0 and spent < 0.02, f"{1000 * spent:.2f} ms an episode"

@@ -42,8 +42,8 @@ async def test_a_family_that_raises_for_one_task_costs_that_group(tmp_path: Path
 async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(tmp_path: Path) -> None:
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), raising_at(2)) as run:
         done = await evaluate_split(run.groups, run.family, Split.HELDOUT, 4, phase="before", step=0)
-    assert (done.episodes, done.left_out, len(done.transcripts)) == (4, 1, 3) and done.rate is not None and done.rate.n == 3
-    assert ["KeyError" in reason for reason in done.left_out_reasons] == [True]
+    assert (done.episodes, done.excluded, len(done.transcripts)) == (4, 1, 3) and done.rate is not None and done.rate.n == 3
+    assert ["KeyError" in reason for reason in done.excluded_reasons] == [True]
 
 
 @pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is not a Task but of type dict"), (SystemExit(0), "SystemExit: 0")])
@@ -61,7 +61,7 @@ async def test_a_family_that_gives_no_task_costs_that_group_and_an_evaluation_th
     assert [len(group.scored) for group in groups] == [2, 0, 2] and count_quarantined(tmp_path) == 1
     fault = groups[1].fault
     assert fault is not None and fault.blame is Blame.TASK and says in fault.message
-    assert (done.episodes, done.left_out) == (3, 1) and [says in reason for reason in done.left_out_reasons] == [True]
+    assert (done.episodes, done.excluded) == (3, 1) and [says in reason for reason in done.excluded_reasons] == [True]
 
 
 async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> 
     assert count_quarantined(tmp_path) == 2
     told = (tmp_path / "quarantine.jsonl").read_text()
     assert "unknown tool 'pyhton'" in told and "fix: write it" in told and '"task_id": "task-1"' in told
-    dropped = assemble(0, groups, recipe).dropped
+    dropped = assemble(0, groups, recipe).drop_reasons
     assert {index: reason for index, reason in dropped.items() if index in (1, 2, 3)} == dict.fromkeys((1, 2, 3), "broken_task")
 
 
@@ -172,7 +172,7 @@ async def test_groups_whose_attempts_score_the_same_get_others_that_a_resumed_ru
             await loop._roll_out(run)
             assert run.store.indices() == (0, 1, 2, 3, 4), "every attempt is worth 1"
             tasks = [group.task_id for group in run.store.groups(range(5))]
-            assert run.step_groups.taken(0, run.store) == range(5)
+            assert run.step_groups.consumed_indices(0, run.store) == range(5)
         assert tasks[:2] == ["task-0", "task-1"] and len(set(tasks)) == 5
         assert len(policy.prompts) == 4 * 10
 
@@ -225,12 +225,12 @@ async def test_a_resumed_run_keeps_what_is_running_and_forgets_what_is_stored(tm
     for resume, left in ((False, ()), (True, (1,))):
         async with opening.open_run(recipe, start, checked, root=ROOT, console=False) as run:
             assert run.running.groups() == left
-            assert run.groups.keeper is run.running and run.groups.branching == recipe.rollout.branching
+            assert run.groups.checkpoints is run.running and run.groups.branching == recipe.rollout.branching
             if not resume:
                 group = excluded_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)
                 run.store.put(group)
                 for index in (0, 1):
-                    await run.running.finish(index, 0, group.episodes[0])
+                    await run.running.save_scored(index, 0, group.episodes[0])
     plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"checkpoint_turns": False})})
     async with opening.open_run(plain, start, checked, root=ROOT, console=False) as run:
-        assert run.groups.keeper is None
+        assert run.groups.checkpoints is None

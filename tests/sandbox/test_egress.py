@@ -57,7 +57,7 @@ async def proxied(folder, *network, port=0, **bounds):
     listener = EgressListener("test", SandboxSpec(image="x", network=network), folder, Bounds(pause_s=0.0, **bounds))
     handed = hand_over(folder, lambda inside: [inside.fileno()])
     try:
-        await listener.take()
+        await listener.receive()
         listener.port = handed
         yield listener
     finally:
@@ -426,7 +426,7 @@ async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
         local.listen()
         tcp, udp = stack.enter_context(socket.socket()), stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
         listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
-        stack.callback(listener.abandon)
+        stack.callback(listener.discard)
         offered = {"two": [tcp, tcp], "pipe": [pipe[0]], "local": [local], "not listening": [tcp], "datagrams": [udp]}
         if kind == "hang up":
             with socket.socket(socket.AF_UNIX) as link:
@@ -434,7 +434,7 @@ async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
         else:
             hand_over(tmp_path, lambda _: [end if isinstance(end, int) else end.fileno() for end in offered.get(kind, [])])
         with pytest.raises(SandboxError, match="instead of its listener"):
-            await asyncio.wait_for(listener.take(), 50)
+            await asyncio.wait_for(listener.receive(), 50)
         await listener.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -444,7 +444,7 @@ async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, cap
     kept = []
     listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
     port = hand_over(tmp_path, lambda listener: kept.append(listener.dup()) or [listener.fileno()])
-    await listener.take()
+    await listener.receive()
     kept[0].setblocking(True)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)):
@@ -460,7 +460,7 @@ async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, cap
 
 def test_without_an_allow_list_nothing_changes(tmp_path):
     spec = SandboxSpec(image="x")
-    assert EgressListener.where_wanted("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert EgressListener.for_spec("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
     assert "network" not in limits.server_options("test", spec) and egress.socket_mounts(tmp_path, spec) == {}
 
 

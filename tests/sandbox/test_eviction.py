@@ -49,9 +49,9 @@ def test_what_is_unused_goes_and_the_rest_stays(cache):
     listed = evict(days=30, dry=True)
     assert {folder.name: names(folder) for folder in cache.iterdir()} == before
     wanted = [f"{OLD}/base.tar", f"{OLD}/{SERVER}", f"{OLD}/rootfs", f"{USED}/{OLD_SERVER}"]
-    assert [item.what for item in listed] == wanted and all(39.9 < item.days < 40.1 for item in listed)
-    assert 100_000 < next(item.size for item in listed if item.what == f"{OLD}/rootfs") < 200_000
-    assert [item.what for item in evict(days=30, dry=False)] == wanted
+    assert [item.name for item in listed] == wanted and all(39.9 < item.days < 40.1 for item in listed)
+    assert 100_000 < next(item.size for item in listed if item.name == f"{OLD}/rootfs") < 200_000
+    assert [item.name for item in evict(days=30, dry=False)] == wanted
     assert names(cache / OLD) == [] and (cache / OLD / "files.lock").exists()  # a process may wait there for its turn to build
     assert names(cache / NEW) == before[NEW] and names(cache / USED) == ["base.tar", SERVER, "rootfs"]
     assert evict(days=30, dry=False) == []
@@ -62,8 +62,8 @@ def test_what_a_killed_build_left_goes_at_once_unless_somebody_builds(cache):
     (cache / NEW / "base.123.tar").write_bytes(b"half")
     with open(cache / NEW / "files.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert [item for item in evict(days=30, dry=False) if item.what.startswith(NEW)] == []
-    assert [item.what for item in evict(days=30, dry=False)] == [f"{NEW}/base.123.tar", f"{NEW}/rootfs.123"]
+        assert [item for item in evict(days=30, dry=False) if item.name.startswith(NEW)] == []
+    assert [item.name for item in evict(days=30, dry=False)] == [f"{NEW}/base.123.tar", f"{NEW}/rootfs.123"]
     assert names(cache / NEW) == ["base.tar", SERVER, "rootfs"]
 
 
@@ -77,7 +77,7 @@ async def test_images_of_the_daemon_go_with_their_folder(cache, tmp_path, monkey
         for tag in tags.values():
             api.import_image_from_file(str(tmp_path / "empty.tar"), repository=tag.partition(":")[0], tag=tag.partition(":")[2])
         api.tag(tags[OLD], "agentrl/eviction-test", f"{OLD}-built")
-        found = [item.what for item in evict(days=30, dry=False) if "eviction-test" in item.what]
+        found = [item.name for item in evict(days=30, dry=False) if "eviction-test" in item.name]
         assert found == [tags[OLD], f"{tags[OLD]}-built"]
         assert sorted(tag for image in api.images("agentrl/eviction-test") for tag in image["RepoTags"]) == sorted(
             [tags[NEW], tags["f" * 16]]

@@ -135,7 +135,7 @@ async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, m
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
     begun, go_on = threading.Event(), threading.Event()
-    make = cgroups.Hierarchy.make
+    make = cgroups.Hierarchy.create
 
     def slow(*arguments):
         begun.set()

@@ -34,7 +34,7 @@ async def server_of(sandbox):
     """Host pid of a sandbox's exec server, and the user of its programs."""
     agent = int((await sandbox.python("import os; print(os.getuid())", timeout_s=10)).stdout)
     mark = (await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=10)).stdout.strip()
-    pids = [process.pid for process in processes._all() if process.inner == 1 and link_of(process.pid) == mark]
+    pids = [process.pid for process in processes._all() if process.inner_pid == 1 and link_of(process.pid) == mark]
     assert len(pids) == 1
     return pids[0], agent
 
@@ -165,13 +165,13 @@ def test_a_process_number_that_belongs_to_another_by_now_is_not_signalled():
     """Between the list of processes and the signal the kernel may have given the number away."""
     mine = processes._seen(os.getpid())
     SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
-    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner=mine.inner + 1))
-    SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner=1, state="R"))
+    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner=mine.inner_pid + 1))
+    SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner_pid=1, state="R"))
 
 
 def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
     def seen(pid, parent, inner, state="R", user=1000):
-        return Process(pid=pid, parent=parent, user=user, inner=inner, state=state)
+        return Process(pid=pid, parent=parent, user=user, inner_pid=inner, state=state)
 
     processes = [seen(7, 1, 7), seen(8, 7, 1), seen(9, 8, 2), seen(10, 9, 3), seen(11, 8, 4, "Z"), seen(12, 1, 12), seen(13, 12, 1)]
     who = SandboxProcesses(server=1000, agent=1000, top=7)

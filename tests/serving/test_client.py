@@ -102,7 +102,7 @@ def test_the_support_of_every_token_is_asked_for_with_some_to_spare_and_kept() -
     assert (sampling["top_k"], sampling["top_p"], sampling["min_p"], sampling["logprobs"]) == (2, 0.9, 0.01, 2 + TIES)
     half, third = math.log(0.5), math.log(1 / 3)
     answer = drawn({7: half, 4: half, 9: OUT}, {5: 0.0, 1: OUT}, {6: third, 2: third, 8: third, 0: OUT})  # the last: a tie beyond top_k
-    assert parse_completion(answer, TRUNCATED).supports == Supports.of([(4, 7), (5,), (2, 6, 8)])
+    assert parse_completion(answer, TRUNCATED).supports == Supports.from_rows([(4, 7), (5,), (2, 6, 8)])
     assert parse_completion(answer, PARAMS).supports is None, "nothing is kept where nothing was asked for"
 
 
@@ -201,7 +201,7 @@ async def test_a_refused_version_may_try_again() -> None:
     weights.refuse()
     weights.begin_probation(3)
     weights.accept(3)
-    await weights.settle({3})
+    await weights.wait_verified({3})
     assert weights.number == 3
 
 
@@ -209,12 +209,12 @@ async def test_each_version_on_probation_is_waited_for() -> None:
     weights = WeightState(2)
     for number in (3, 4):
         weights.begin_probation(number)
-        waiting = asyncio.create_task(weights.settle({number, 2}))
+        waiting = asyncio.create_task(weights.wait_verified({number, 2}))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         weights.accept(number)
         await asyncio.wait_for(waiting, timeout=5)
-        await asyncio.wait_for(weights.settle({number, 2}), timeout=5)
+        await asyncio.wait_for(weights.wait_verified({number, 2}), timeout=5)
 
 
 def test_every_swap_makes_old_cached_prefixes_unreachable() -> None:

@@ -40,7 +40,7 @@ async def test_a_server_is_probed_at_its_start_on_resume_after_its_death_and_goi
     assert ScriptedServer.probed == [0]
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     ScriptedServer.started[-1].dead = True
-    await until(lambda: policy.restarts == 1 and policy.open)
+    await until(lambda: policy.restarts == 1 and policy.accepts_requests)
     assert ScriptedServer.probed == [0, 0]
     await policy.fall_back(version(registry, 0))
     assert ScriptedServer.probed == [0, 0, 0]
@@ -72,7 +72,7 @@ async def test_nothing_is_sampled_by_weights_that_disagree_with_their_reference(
     ScriptedServer.difference = 2.4
     with pytest.raises(ServingError, match=r"started with version 0 and differs by 2.4 nats from .*probe.json; .*probe_max_abs_diff=0.001"):
         await policy.start(version(registry, 0))
-    assert not policy.open
+    assert not policy.accepts_requests
     with pytest.raises(ServingError, match="did not come back"):
         await policy.generate([1], SamplingParams(max_tokens=1), request_id="a-0", timeout_s=1.0)
     await policy.close()
@@ -88,7 +88,7 @@ async def test_a_successor_that_disagrees_ends_the_run(tmp_path: Path) -> None:
     ScriptedServer.started[-1].dead = True
     with pytest.raises(ServingError, match="differs by nan nats"):
         await asyncio.wait_for(watcher, 60)
-    assert not policy.open
+    assert not policy.accepts_requests
     await policy.close()
     registry.close()
 
@@ -101,10 +101,10 @@ async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_writ
     starting = asyncio.create_task(policy.start(version(registry, 0), await_probe=True))
     await until(lambda: ScriptedServer.started)
     await asyncio.sleep(0.1)
-    assert not starting.done() and not policy.open
+    assert not starting.done() and not policy.accepts_requests
     path.write_bytes(codec.to_json(Probe(token_ids=((1, 2),), logprobs=((-1.0,),))))
     await asyncio.wait_for(starting, 60)
-    assert ScriptedServer.probed == [0] and policy.open
+    assert ScriptedServer.probed == [0] and policy.accepts_requests
     await policy.close()
 
     path.unlink()
@@ -115,7 +115,7 @@ async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_writ
 
     alone = SupervisedServer(RECIPE, tmp_path, registry)  # no run of agentrl made this model, and no learner is there
     await alone.start(version(registry, 0))
-    assert alone.open and ScriptedServer.probed == [0]
+    assert alone.accepts_requests and ScriptedServer.probed == [0]
     await alone.close()
     registry.close()
 
@@ -126,7 +126,7 @@ async def test_a_reference_that_cannot_be_read_is_no_reason_to_serve_without(tmp
     policy = SupervisedServer(RECIPE, tmp_path, registry)
     with pytest.raises(ServingError, match=r"probe.json cannot be read"):
         await policy.start(version(registry, 0))
-    assert not policy.open
+    assert not policy.accepts_requests
     await policy.close()
     registry.close()
 
@@ -141,7 +141,7 @@ async def test_the_tolerance_is_the_recipes_to_the_digit(tmp_path: Path, differe
     else:
         with pytest.raises(ServingError, match=r"differs by 0\.001 nats"):
             await policy.start(version(registry, 1))
-    assert policy.open is serves
+    assert policy.accepts_requests is serves
     await policy.close()
     registry.close()
 

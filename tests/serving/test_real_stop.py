@@ -60,7 +60,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         lost = asyncio.create_task(ask(1000, 8))
         assert await server.control.healthy(timeout_s=15.0), "its routes know nothing of it"
         await until(lambda: policy.restarts == 1, 300.0)
-        await until(lambda: policy.open, 400.0)
+        await until(lambda: policy.accepts_requests, 400.0)
         assert "has made no progress for" in alerts[0] and "restart 1 of at most 5" in alerts[0]
         await asyncio.gather(lost, return_exceptions=True)
         answer = await ask(1001, 8)
@@ -74,7 +74,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         os.killpg(server.pid, signal.SIGKILL)
         with pytest.raises(ServingError, match=r"started with version 0 and differs by .* nats from .*probe.json"):
             await asyncio.wait_for(asyncio.shield(watcher), 400)
-        assert not policy.open
+        assert not policy.accepts_requests
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)

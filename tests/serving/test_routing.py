@@ -75,4 +75,4 @@ def test_whoever_loses_a_replica_goes_where_its_group_went_and_does_not_come_bac
     assert {routing.choose(f"g0-{member}", 150, able=[1, 2]) for member in range(4)} == {1}
     assert {routing.choose(f"g0-{member}", 160, able=ALL) for member in range(4)} == {1} and routing.moved == 4
     assert begin(routing, "g9-0", 100) == 0, "it takes new work again"
-    assert routing.choose("of no episode", 5, able=ALL) == 0 and routing.where("of no episode") is None
+    assert routing.choose("of no episode", 5, able=ALL) == 0 and routing.replica_of("of no episode") is None

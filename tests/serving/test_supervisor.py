@@ -294,7 +294,7 @@ def learners_logprobs(model: Any, prompt: list[int], completion: Completion, tem
         logprobs=(0.0,) * len(ids),
         versions=tuple(0 if trained else -1 for trained in mask),
         advantages=(0.0,) * len(ids),
-        supports=Supports.joined([len(prompt), completion.supports or len(completion.token_ids)]),
+        supports=Supports.join([len(prompt), completion.supports or len(completion.token_ids)]),
     )
     batch = build_micro_batch((sample,), torch.device("cpu"))
     with torch.no_grad():
@@ -432,8 +432,8 @@ async def test_what_a_group_no_longer_wants_is_not_sampled_on(task: Task, served
 
     long = dataclasses.replace(task, limits=Limits(turns=1, turn_tokens=900, episode_tokens=1000))
     slots, before = asyncio.Semaphore(64), await sampled()
-    runner = GroupRunner(runner=live_runner(Uneven(served, 3)), score=score, slots=slots, group_size=3, spare_attempts=5, max_retries=0)
-    group = await runner.group(0, long)
+    runner = GroupRunner(runner=live_runner(Uneven(served, 3)), scorer=score, slots=slots, group_size=3, spare_attempts=5, max_retries=0)
+    group = await runner.run_group(0, long)
     assert [one.episode.completion_tokens for one in group.episodes] == [8, 8, 8]
     assert len(group.cancelled) == 5 and all(one.begun for one in group.cancelled)
     await asyncio.sleep(1)
@@ -485,5 +485,5 @@ async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: S
 
 
 async def test_a_start_measures_how_fast_the_server_is(served: Served) -> None:
-    assert 0 < served.server.read_s < 1.0 and 0 < served.server.token_s < 10.0
-    assert served.server.liveness.needs_s == served.server.read_s * RECIPE.policy.max_model_len
+    assert 0 < served.server.prompt_token_s < 1.0 and 0 < served.server.token_s < 10.0
+    assert served.server.liveness.needs_s == served.server.prompt_token_s * RECIPE.policy.max_model_len

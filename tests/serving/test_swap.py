@@ -291,8 +291,8 @@ async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go
             await swap(to, tmp_path, version)
         assert server.weights.on_probation is None
         with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
-            await asyncio.wait_for(server.weights.settle([5]), timeout=5)
-        await server.weights.settle([0])
+            await asyncio.wait_for(server.weights.wait_verified([5]), timeout=5)
+        await server.weights.wait_verified([0])
         assert not await server.alive() and "gone" in server.end
 
 
@@ -304,7 +304,7 @@ async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_pr
         with pytest.raises(SwapError, match="differ by 7 nats"):
             await swap(to, tmp_path, version)
         with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
-            await asyncio.wait_for(server.weights.settle([5, 0]), timeout=5)
+            await asyncio.wait_for(server.weights.wait_verified([5, 0]), timeout=5)
         assert server.weights.cache_salt.startswith("v0-") and server.weights.cache_salt != before
 
 

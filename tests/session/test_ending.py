@@ -177,15 +177,15 @@ def test_a_learner_s_reason_crosses_to_its_driver_typed(tmp_path: Path) -> None:
         rank.join()
     found = box.best()
     assert found == refusal
-    error = found.error(tmp_path / "learner.log")
+    error = found.to_error(tmp_path / "learner.log")
     assert isinstance(error, UserError) and error.fix == "take another"
-    box.empty()
+    box.discard()
     assert box.best() is None
 
 
 def test_a_word_too_long_is_cut_and_rubbish_is_passed_over(tmp_path: Path) -> None:
     box = Mailbox()
-    send_exit_reason(box.address, ExitReason.of(ValueError("x" * 10**6)))
+    send_exit_reason(box.address, ExitReason.from_error(ValueError("x" * 10**6)))
     with Path(box.address).open("ab") as file:
         file.write(b'{"kind": "other"\n[]\n')
     assert box.best() is not None and len(box.best().message) < 5000  # type: ignore[union-attr]

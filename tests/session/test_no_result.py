@@ -57,7 +57,7 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
         await loop._roll_out(run)
         groups = run.store.groups(range(2))
         made = assemble(0, groups, recipe)
-        dropped = Counter(f"groups_{reason.partition(':')[0]}" for reason in made.dropped.values())
+        dropped = Counter(f"groups_{reason.partition(':')[0]}" for reason in made.drop_reasons.values())
         changed = float(bool(made.batch.samples))
         update = {"tokens_trained": made.batch.denominator, "weights_changed": changed, "updates_left_out": 0.0, **dropped}
         (folder / "update.json").write_text(json.dumps(update))

@@ -27,7 +27,7 @@ async def test_one_death_of_a_daemon_under_rollouts_and_the_gates_attempts_does_
     watching = asyncio.create_task(faults.watch())
     for failure in (died, None):  # all in flight fail, and their next attempts do not
         for _ in range(2 * 64):
-            faults.attempt(failure)
+            faults.record_attempt(failure)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not watching.done()

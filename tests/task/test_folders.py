@@ -81,7 +81,7 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert (task.sandbox.image, task.sandbox.memory_mb, task.sandbox.cpus, task.sandbox.processes) == ("family", 64, 2.0, 12)
     assert (task.limits.wall_s, task.limits.turns) == (90.0, 5)
     plan = grading_of(task)
-    assert (plan.mode, plan.timeout_s, plan.expected()) == ("judge", 20.0, ("test_it.py::test_it",))
+    assert (plan.mode, plan.timeout_s, plan.test_names()) == ("judge", 20.0, ("test_it.py::test_it",))
     assert [run.stdin_file for run in plan.runs] == ["input.txt"]
     assert task.data["kind"] == "demo"
     assert codec.from_json(Task, codec.to_json(task)).key == task.key
@@ -285,7 +285,7 @@ def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     task = only(tmp_path / "family")
     assert (task.outputs, task.contents(), task.tools) == ((WHOLE_DIRECTORY,), {}, ("shell", "python", "submit"))
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (1536, 64, ("pypi.org:443",))
-    assert (grading_of(task).mode, grading_of(task).timeout_s, grading_of(task).expected()) == ("harbor", 1800.0, ("test.sh",))
+    assert (grading_of(task).mode, grading_of(task).timeout_s, grading_of(task).test_names()) == ("harbor", 1800.0, ("test.sh",))
     before = task.key
     write(folder, {"environment/app/a.txt": "2"})
     assert only(tmp_path / "family").key != before, "what the image is built from is a part of what the task is"

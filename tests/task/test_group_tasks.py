@@ -62,13 +62,13 @@ class Run:
     """The rollouts of a run that may be taken up again: as `agentrl.run.rollouts` calls the parts, without episodes."""
 
     def __init__(self, folder: Path, recipe: Recipe, size: int | None, practice: bool) -> None:
-        self.recipe, self.steps = recipe, StepGroups.of(recipe.rollout)
+        self.recipe, self.steps = recipe, StepGroups.from_config(recipe.rollout)
         self.store = SqliteStore(folder / "experience.sqlite")
         schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
         self.taught = GroupTasks(recipe, folder, self.store, schedule, self.steps)
 
     async def step(self, step: int) -> list[str]:
-        await self.taught.reach(step)
+        await self.taught.prepare_step(step)
         given = []
         waiting = iter(self.steps.indices(step))
         made = [next(waiting) for _ in range(self.recipe.rollout.groups_per_step)]
@@ -77,7 +77,7 @@ class Run:
             given.append(task.id)
             if not self.store.has(index):
                 self.store.put(played(task, index))
-                self.taught.add(task, self.store.groups([index])[0])
+                self.taught.record(task, self.store.groups([index])[0])
             if not self.steps.preference(self.store.groups([index])[0]) and (another := next(waiting, None)) is not None:
                 made.append(another)
         return given
@@ -132,7 +132,7 @@ def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: 
 
 def test_groups_that_should_be_there_and_are_not_end_the_run(tmp_path: Path) -> None:
     with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="step 0 taught"):
-        asyncio.run(run.taught.reach(2))
+        asyncio.run(run.taught.prepare_step(2))
 
 
 def test_without_weighting_the_schedule_decides_and_the_lines_are_written(tmp_path: Path) -> None:

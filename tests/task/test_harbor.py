@@ -149,7 +149,7 @@ def family(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     api = docker.client()
     for path in folder.iterdir():
         image = images.load_image(path / "environment")
-        for tag in (image.tag, image.built, f"{image.built}-unchecked"):
+        for tag in (image.tag, image.built_tag, f"{image.built_tag}-unchecked"):
             if builds.has_image(api, tag):
                 api.remove_image(tag, force=True)
 
@@ -196,8 +196,8 @@ async def test_a_solution_that_an_image_brings_is_found(backend: Any, family: Pa
         for name, wanted in (("count", {("old.sh", "solution/solve.sh", True)}), ("greet", set())):
             await sandboxes.prepare(found[name].sandbox)
             shown = await image_files(found[name].sandbox, sandboxes)
-            sure = [leak for leak in find_leaks(shown.files, hidden_truths(found[name])) if leak.sure]
-            assert {(Path(leak.path).name, leak.truth.origin, leak.sure) for leak in sure} == wanted
+            sure = [leak for leak in find_leaks(shown.files, hidden_truths(found[name])) if leak.certain]
+            assert {(Path(leak.path).name, leak.truth.origin, leak.certain) for leak in sure} == wanted
     finally:
         await sandboxes.close()
 
@@ -263,4 +263,4 @@ async def test_what_no_sandbox_can_have_is_told_when_the_image_is_made(family: P
         with pytest.raises(ValueError, match=says):
             docker.ensure_image(image)
         assert not builds.has_image(docker.client(), image.tag)
-        docker.client().remove_image(f"{image.built}-unchecked", force=True)
+        docker.client().remove_image(f"{image.built_tag}-unchecked", force=True)

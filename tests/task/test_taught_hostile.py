@@ -34,12 +34,12 @@ class Breaking(Kinds):
 
 def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
     recipe = recipe_of(max_staleness=0, **rollout)
-    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), StepGroups.of(recipe.rollout))
+    return GroupTasks(recipe, folder, store, GroupSchedule(family, seed=3), StepGroups.from_config(recipe.rollout))
 
 
 def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
     """Makes and stores the four groups of a step, as a run does; one whose task cannot be made is left out."""
-    asyncio.run(taught.reach(number))
+    asyncio.run(taught.prepare_step(number))
     for index in range(4 * number, 4 * number + 4):
         try:
             task = taught.task(index)
@@ -48,7 +48,7 @@ def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
             continue
         lost = excluded_group(index, task.id, task.key, BROKEN, size=2)
         store.put(lost if task.kind == "hard" else played(task, index))
-        taught.add(task, store.groups([index])[0])
+        taught.record(task, store.groups([index])[0])
     return list(store.groups(range(4 * number, 4 * number + 4)))
 
 
@@ -60,15 +60,15 @@ def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_p
         whole = taught_of(tmp_path, store, family)
         groups = [group for number in range(6) for group in step(whole, store, number)]
         assert any(group.task_key.startswith("group ") for group in groups)
-        asyncio.run(whole.reach(6))
+        asyncio.run(whole.prepare_step(6))
         wanted = [whole.task(index).id for index in range(24, 28) if _makes(whole, index)]
         (tmp_path / TASKS_FILE).unlink()
         again = taught_of(tmp_path, store, family)
-        asyncio.run(again.reach(6))
+        asyncio.run(again.prepare_step(6))
         assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
         family.broken = frozenset(range(12))  # of a project that was changed meanwhile
         with pytest.raises(TaskError, match=r"cannot be made again.*no task \d+ today"):
-            asyncio.run(taught_of(tmp_path, store, family).reach(6))
+            asyncio.run(taught_of(tmp_path, store, family).prepare_step(6))
     finally:
         store.close()
 
@@ -89,7 +89,7 @@ def test_a_resumed_run_reads_no_group_again_of_which_it_has_a_line(tmp_path: Pat
             return groups(wanted)
 
         monkeypatch.setattr(store, "groups", counted)
-        asyncio.run(taught_of(tmp_path, store, family, **rollout).reach(4))
+        asyncio.run(taught_of(tmp_path, store, family, **rollout).prepare_step(4))
         assert not read
     finally:
         store.close()

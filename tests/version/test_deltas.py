@@ -149,27 +149,27 @@ def test_what_a_frame_holds_is_bounded_by_the_file(versions: Path) -> None:
 def test_the_server_follows_deltas_in_place_and_refuses_what_does_not_belong(versions: Path, tmp_path: Path) -> None:
     copy = WeightCopy(tmp_path)
     for number in (1, 2):
-        assert copy.become(versions / f"{number:06d}").read_bytes() == whole(versions, number)
+        assert copy.apply_delta(versions / f"{number:06d}").read_bytes() == whole(versions, number)
     stranger = WeightCopy(tmp_path / "other")
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match="not the delta's parent"):
-        stranger.become(versions / "000003")
+        stranger.apply_delta(versions / "000003")
     deltas.materialize(versions / "000002")
-    assert stranger.become(versions / "000003").read_bytes() == whole(versions, 3), "a whole parent helps"
+    assert stranger.apply_delta(versions / "000003").read_bytes() == whole(versions, 3), "a whole parent helps"
     frames = versions / "000003" / deltas.DELTA_FILE
     good = frames.read_bytes()
     frames.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(ValueError, match="damaged"):
-        copy.become(versions / "000003")
+        copy.apply_delta(versions / "000003")
     frames.write_bytes(good)
     (versions / "000002" / deltas.WEIGHTS).unlink()
     with pytest.raises(ValueError, match="not the delta's parent"):
-        copy.become(versions / "000003")  # after a refusal what it holds is in doubt
+        copy.apply_delta(versions / "000003")  # after a refusal what it holds is in doubt
     with pytest.raises(ValueError, match="no delta"):
-        copy.become(versions / "000000")
-    copy.drop()
-    stranger.drop()
-    copy.drop()
+        copy.apply_delta(versions / "000000")
+    copy.remove()
+    stranger.remove()
+    copy.remove()
     assert not list(tmp_path.glob("**/agentrl-weights-*"))
 
 

@@ -54,7 +54,7 @@ class Server:
     def in_sandbox(self) -> bool:
         return bool(self.config.command)
 
-    def place(self) -> Transport:
+    def transport(self) -> Transport:
         if self.config.url:
             return HTTPTransport(self.config.url, key_env=self.config.key_env)
         if self.config.command:
@@ -80,7 +80,7 @@ class ServerConnection:
     def __init__(self, server: Server, *, restored: bool = False) -> None:
         self.server = server
         self.used = restored
-        self._place = server.place()
+        self._place = server.transport()
         self._open = False
         self._number = 0
         self._failures = 0
@@ -124,7 +124,7 @@ class ServerConnection:
             return ""
         before, outside = self.used, not self.server.in_sandbox
         try:
-            listed = await self.listed(sandbox)
+            listed = await self.list_tools(sandbox)
         except (Unanswered, InvalidMessage, ServerError) as error:
             if outside and not before:
                 raise InfrastructureError(f"MCP server {self.server.name}: {error}") from None
@@ -138,11 +138,11 @@ class ServerConnection:
         self._open = True
         return f"note: the server {self.server.name} was started anew; what it kept is gone\n" if before else ""
 
-    async def listed(self, sandbox: Sandbox | None) -> list[Any]:
+    async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
         """Starts the server, shakes hands, and gives the tools that it says it has. Raises `Unanswered`, `InvalidMessage`, `ServerError`."""
         until = time.monotonic() + self.server.config.start_timeout_s
         self._number = 1
-        answer = await self._place.ask([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
+        answer = await self._place.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
         messages.revision(messages.result(answer))
         first: list[str] = [messages.opened()]
         listed: list[Any] = []
@@ -151,7 +151,7 @@ class ServerConnection:
             self._number += 1
             asked = [*first, messages.request(self._number, "tools/list", cursor)]
             left = max(0.1, until - time.monotonic())
-            page = messages.result(await self._place.ask(asked, self._number, begin=False, sandbox=sandbox, timeout_s=left))
+            page = messages.result(await self._place.request(asked, self._number, begin=False, sandbox=sandbox, timeout_s=left))
             tools, after = page.get("tools"), page.get("nextCursor")
             if not isinstance(tools, list):
                 raise InvalidMessage("a list of tools that is none")
@@ -188,10 +188,10 @@ class ServerConnection:
 
     async def _asked(self, message: str, number: int, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         if (live := self.server.live) is None:
-            return await self._place.ask([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            return await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
         with live.question():
             started = time.monotonic()
-            line = await self._place.ask([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            line = await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
             live.answered(time.monotonic() - started)
             return line
 

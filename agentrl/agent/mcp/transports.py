@@ -58,7 +58,7 @@ class Unanswered(Exception):
 class Transport(Protocol):
     """One connection to one server, which is started by the first question."""
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         """Sends messages and returns the line that answers request `until`. Raises `Unanswered`, and `ServerError` for a request that the
         transport rejects.
 
@@ -78,7 +78,7 @@ class SandboxTransport:
     name: str
     argv: tuple[str, ...]
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         assert sandbox is not None, "needs_sandbox is True"
         call = (self.name, list(self.argv), begin, list(messages), until, timeout_s, MAX_BYTES)
         known = "" if begin else f"if 'talk' not in globals():\n    print('{{\"outcome\": \"gone\"}}')\nelse:\n    talk(*{call!r})\n"
@@ -114,7 +114,7 @@ class StdioTransport:
         self._line: inside_line.Line | None = None
         self._started = False
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         if begin:
             await self.close()
             self._started = True
@@ -159,7 +159,7 @@ class HTTPTransport:
         self._session = ""
         self._revision = ""  # of the protocol, once the server has chosen it
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         import httpx
 
         if begin:

@@ -113,8 +113,8 @@ def _about(trace: Trace) -> dict[str, Any]:
 def _steps(line: Conversation, refs: Mapping[int, list[dict[str, Any]]], started: datetime | None) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     called: set[str] | None = None  # ids that a result of the newest step may name; None: any
-    for place, one in enumerate(line.said):
-        if one.spoken.message.role != "tool":
+    for place, one in enumerate(line.messages):
+        if one.imported.message.role != "tool":
             steps.append(_step(one, len(steps) + 1, line.label, started))
             calls = steps[-1].get("tool_calls")
             called = None if calls is None else {call["tool_call_id"] for call in calls if "extra" not in call}
@@ -127,19 +127,19 @@ def _steps(line: Conversation, refs: Mapping[int, list[dict[str, Any]]], started
 
 
 def _step(one: ConversationMessage, number: int, label: str, started: datetime | None) -> dict[str, Any]:
-    told = one.spoken.message
+    told = one.imported.message
     step: dict[str, Any] = {"step_id": number, "source": _SOURCES.get(told.role, "agent" if told.tool_calls else "system")}
     ours: dict[str, Any] = {} if told.role in _SOURCES else {"role": told.role}
-    if one.spoken.agent != label:
-        ours["agent"] = one.spoken.agent
-    when = _when(one.spoken, started)
+    if one.imported.agent != label:
+        ours["agent"] = one.imported.agent
+    when = _when(one.imported, started)
     step |= {"message": told.content} if when is None else {"timestamp": when, "message": told.content}
     if told.tool_calls and step["source"] != "agent":  # of a task's prompt: only agents call tools in ATIF
         step["source"], ours["role"] = "agent", told.role
-    if one.spoken.reasoning and step["source"] == "agent":
-        step["reasoning_content"] = one.spoken.reasoning
+    if one.imported.reasoning and step["source"] == "agent":
+        step["reasoning_content"] = one.imported.reasoning
     if told.tool_calls:
-        step["tool_calls"] = [_call(one.spoken, at, number) for at in range(len(told.tool_calls))]
+        step["tool_calls"] = [_call(one.imported, at, number) for at in range(len(told.tool_calls))]
     if one.turn is not None:
         step["metrics"] = _metrics(one)
         ours |= {"turn": one.number, "finish_reason": one.turn.finish_reason}
@@ -177,7 +177,7 @@ def _metrics(one: ConversationMessage) -> dict[str, Any]:
 def _result(
     one: ConversationMessage, called: set[str] | None, stamp: str | None, refs: list[dict[str, Any]], started: datetime | None
 ) -> dict[str, Any]:
-    told = one.spoken
+    told = one.imported
     ours: dict[str, Any] = {}
     named = bool(told.answers) and (called is None or told.answers in called)
     result: dict[str, Any] = {"source_call_id": told.answers} if named else {}

@@ -20,7 +20,7 @@ from agentrl.records.fields import JsonObject
 class ConversationMessage:
     """One message of a line. `turn` is set where the policy said it in our own run, `result` where a tool answered there."""
 
-    spoken: ImportedMessage
+    imported: ImportedMessage
     turn: Turn | None = None
     context: tuple[int, ...] = ()  # ids of all tokens before the completion of `turn`
     inherited: bool = False  # sampled in another episode
@@ -34,7 +34,7 @@ class Conversation:
 
     label: str  # unique among the lines of a trace
     name: str = ""  # of the agent, where the label is not it
-    said: list[ConversationMessage] = field(default_factory=list)
+    messages: list[ConversationMessage] = field(default_factory=list)
     parent: int | None = None  # the line that called it, or that it goes on from; None: it began with the trace
     answer: int | None = None  # place in the parent's `said` of the answer that came of it; None: there is none
     continues: Parent | None = None  # the turn that it goes on from, with a context of its own
@@ -46,7 +46,7 @@ def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
     if trace.task is not None and trace.episode is not None:
         return _own(trace.task, trace.episode.trajectories)
     if is_single_conversation(trace.spoken):
-        return (Conversation(label="", said=[ConversationMessage(spoken=one) for one in trace.spoken]),)
+        return (Conversation(label="", messages=[ConversationMessage(imported=one) for one in trace.spoken]),)
     return _imported(trace.spoken)
 
 
@@ -66,7 +66,7 @@ def build_trace(
     content = codec.to_json([source, origin.get("id", ""), tools, said])
     id = f"{source}-{hashlib.sha256(content).hexdigest()[:16]}"
     return Trace(
-        id=id, why=CaptureReason.IMPORTED, source=source, spoken=tuple(said), tools=tuple(tools), origin=dict(origin), missing=gaps.told()
+        id=id, why=CaptureReason.IMPORTED, source=source, spoken=tuple(said), tools=tuple(tools), origin=dict(origin), missing=gaps.descriptions()
     )  # fmt: skip
 
 
@@ -93,11 +93,11 @@ def _imported(spoken: Sequence[ImportedMessage]) -> tuple[Conversation, ...]:
             places[one.agent], began[one.agent] = len(places), place
             if len(made) > 1:
                 waiting.append(line)
-        line.said.append(ConversationMessage(spoken=one))
+        line.messages.append(ConversationMessage(imported=one))
         if one.message.role == "tool":
             while waiting and waiting[-1] is not line and began[waiting[-1].label] > heard.get(one.agent, place):
                 called = waiting.pop()
-                called.parent, called.answer = places[one.agent], len(line.said) - 1
+                called.parent, called.answer = places[one.agent], len(line.messages) - 1
         heard[one.agent] = place
     for line in waiting:
         line.parent = 0
@@ -133,20 +133,20 @@ def _own(task: Task, trajectories: Sequence[Trajectory]) -> tuple[Conversation, 
             line.answer = None if parent.call is None else answers.get((parent.trajectory, parent.turn, parent.call))
             line.continues = parent if parent.call is None else None
         for message in trajectory.prompt or task.prompt:
-            line.said.append(ConversationMessage(spoken=_spoken(message, line.label, f"call_{index}_p{len(line.said)}")))
+            line.messages.append(ConversationMessage(imported=_spoken(message, line.label, f"call_{index}_p{len(line.messages)}")))
         context: tuple[int, ...] = ()
         for number, turn in enumerate(trajectory.turns):
             context += turn.prompt_ids
             one = _spoken(turn.message, line.label, f"call_{index}_{number}")
             inherited = number < len(trajectory.inherited)
-            line.said.append(ConversationMessage(spoken=one, turn=turn, context=context, inherited=inherited, number=number))
+            line.messages.append(ConversationMessage(imported=one, turn=turn, context=context, inherited=inherited, number=number))
             for call, result in enumerate(turn.tool_results):
-                answers[index, number, call] = len(line.said)
+                answers[index, number, call] = len(line.messages)
                 id = one.call_ids[call] if call < len(one.call_ids) else ""
                 told = ImportedMessage(
                     message=Message(role="tool", content=result.output), agent=line.label, answers=id, failed=not result.ok
                 )
-                line.said.append(ConversationMessage(spoken=told, result=result))
+                line.messages.append(ConversationMessage(imported=told, result=result))
             context += turn.completion_ids
         made.append(line)
     return tuple(made)

@@ -31,7 +31,7 @@ class UnreadableDocument(UserError):
     """
 
     def __init__(self, path: Path, where: str, message: str, *, fix: str = "") -> None:
-        self.path, self.where = path, where
+        self.path, self.position = path, where
         place = f"{path}, {where}" if where else str(path)
         super().__init__(printable(f"{place}: {message}", 1000), fix=fix)
 
@@ -42,12 +42,12 @@ class SourceLocation:
 
     path: Path
     name: str  # of the file, below what was asked for
-    where: str = ""
+    position: str = ""
 
-    def unreadable(self, error: Exception, *, where: str = "", fix: str) -> UnreadableDocument:
+    def error(self, error: Exception, *, where: str = "", fix: str) -> UnreadableDocument:
         """The error as what is told of this place; its own advice goes before `fix`."""
         message = "is nested too deep" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
-        full = ", ".join(part for part in (self.where, where) if part)
+        full = ", ".join(part for part in (self.position, where) if part)
         return UnreadableDocument(self.path, full, message, fix=getattr(error, "fix", "") or fix)
 
 
@@ -56,7 +56,7 @@ class Document:
     """A JSON value and where it lies."""
 
     value: Any
-    place: SourceLocation
+    location: SourceLocation
 
 
 def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
@@ -76,9 +76,9 @@ def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
         try:
             yield from _of_file(place)
         except OSError as error:
-            yield place.unreadable(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
+            yield place.error(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
         except ValueError as error:  # the path was a file before
-            yield place.unreadable(error, fix="give a file")
+            yield place.error(error, fix="give a file")
 
 
 def _below(folder: Path) -> list[Path]:
@@ -104,7 +104,7 @@ def _of_file(place: SourceLocation) -> Iterator[Document | UnreadableDocument]:
         try:
             yield Document(decode_document(data), place)
         except (ValueError, RecursionError) as error:
-            yield place.unreadable(error, fix="export it again, or remove what is no JSON")
+            yield place.error(error, fix="export it again, or remove what is no JSON")
 
 
 def _has_lines(place: SourceLocation, file: IO[bytes]) -> bool:
@@ -137,7 +137,7 @@ def _lines(place: SourceLocation, file: IO[bytes]) -> Iterator[Document | Unread
                 raise ValueError(f"is longer than {LARGEST >> 20} MiB")
             yield Document(decode_document(line), here)
         except (ValueError, RecursionError) as error:
-            yield here.unreadable(error, fix="remove or repair the line; the others are read")
+            yield here.error(error, fix="remove or repair the line; the others are read")
 
 
 def decode_document(data: bytes) -> Any:

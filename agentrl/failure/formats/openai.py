@@ -118,14 +118,18 @@ def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMes
 def documents(trace: Trace) -> Iterator[dict[str, Any]]:
     """A trace as chat messages: one object for each agent, since a list of messages has one."""
     for line in conversations_of(trace):
-        if line.said:
+        if line.messages:
             yield _conversation(trace, line)
 
 
 def _conversation(trace: Trace, line: Conversation) -> dict[str, Any]:
     about = {"trace": trace.id, **({"agent": line.label} if line.label else {})}
     offered = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
-    return {"messages": [_written(one.spoken, number, line.label) for number, one in enumerate(line.said)], **offered, "metadata": about}
+    return {
+        "messages": [_written(one.imported, number, line.label) for number, one in enumerate(line.messages)],
+        **offered,
+        "metadata": about,
+    }
 
 
 def _written(one: ImportedMessage, number: int, label: str) -> dict[str, Any]:

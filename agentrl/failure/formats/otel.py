@@ -77,7 +77,7 @@ class SpanCollector:
             self.records += 1
             if self.records > MOST_SPANS:
                 fix = "keep only spans of generative AI and those above them, or import the files one by one"
-                raise UserError(f"{document.place.path} and what came before hold more than {MOST_SPANS} spans and records", fix=fix)
+                raise UserError(f"{document.location.path} and what came before hold more than {MOST_SPANS} spans and records", fix=fix)
             try:
                 if isinstance(one, Span):
                     self._span(one)
@@ -87,9 +87,7 @@ class SpanCollector:
                 raise
             except (ValueError, RecursionError) as error:
                 what = "span" if isinstance(one, Span) else "record of span"
-                yield one.place.unreadable(
-                    error, where=f"{what} {printable_label(one.key[1])}", fix="export it again; other spans are read"
-                )
+                yield one.place.error(error, where=f"{what} {printable_label(one.key[1])}", fix="export it again; other spans are read")
 
     def traces(self) -> Iterator[Trace | UnreadableDocument]:
         """What the spans tell, conversation by conversation, in the order of their beginning."""
@@ -97,9 +95,9 @@ class SpanCollector:
             place = unit.calls[0].place
             where = f"trace {printable_label(unit.id)}"
             try:
-                yield trace_of_calls(unit, {"file": place.name, **({"place": place.where} if place.where else {})}, self.parents)
+                yield trace_of_calls(unit, {"file": place.name, **({"place": place.position} if place.position else {})}, self.parents)
             except (ValueError, RecursionError) as error:
-                yield place.unreadable(error, where=where, fix=f"let the emitter write messages ({CAPTURE}=true) and their spans")
+                yield place.error(error, where=where, fix=f"let the emitter write messages ({CAPTURE}=true) and their spans")
 
     def _units(self) -> list[TraceCalls]:
         """What belongs together: by the conversation's id, else by the trace's. Lone calls of one service are told apart later."""
@@ -185,7 +183,7 @@ class SpanCollector:
             return
         message["tool_call_id"] = message.pop("id", None) if message["role"] == "tool" else None
         entry = self._kept(openai.parse_message(message, event.name, one.gaps))
-        again = (event.key, event.name, event.at, entry.whole)
+        again = (event.key, event.name, event.at, entry.full_hash)
         if not event.at or again not in self.heard:
             self.heard.add(again)
             into.append(entry)
@@ -216,12 +214,12 @@ class SpanCollector:
         """The one entry of this message."""
         self.messages += 1
         entry = MessageEntry.of(message)
-        if entry.whole not in self.seen:
-            self.seen[entry.whole] = entry
+        if entry.full_hash not in self.seen:
+            self.seen[entry.full_hash] = entry
             self.chars += len(message.message.content) + len(message.reasoning)
         if self.messages > MOST_MESSAGES or self.chars > MOST_CHARS:
             raise UserError("the spans hold more messages than can be read at once", fix="import the files one by one")
-        return self.seen[entry.whole]
+        return self.seen[entry.full_hash]
 
 
 def _run(span: Span) -> ToolSpan:

@@ -29,8 +29,8 @@ class MessageEntry:
     """A message, with hashes of what it is."""
 
     spoken: ImportedMessage
-    known_by: bytes  # what stays the same when a later call repeats it
-    whole: bytes
+    repeat_hash: bytes  # what stays the same when a later call repeats it
+    full_hash: bytes
 
     @classmethod
     def of(cls, one: ImportedMessage) -> MessageEntry:
@@ -351,7 +351,7 @@ def _iso(at: int) -> str:
 
 
 def _next(before: bytes, entry: MessageEntry) -> bytes:
-    return hashlib.sha256(before + entry.known_by).digest()[:16]
+    return hashlib.sha256(before + entry.repeat_hash).digest()[:16]
 
 
 def _hash(value: Any) -> bytes:

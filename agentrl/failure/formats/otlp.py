@@ -58,7 +58,7 @@ def recognises(value: Any) -> bool:
 
 def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
     """The spans and events of one export. One that is none is told, the others are read."""
-    whole, place = document.value, document.place
+    whole, place = document.value, document.location
     fix = "export spans as OTLP JSON, ids in hex"
     for outer, scope, inner, make in (("resourceSpans", "scopeSpans", "spans", _span), ("resourceLogs", "scopeLogs", "logRecords", _event)):
         try:
@@ -73,14 +73,14 @@ def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
                             one = as_object(item, inner)
                             found = make(one, service, place)
                         except (ValueError, RecursionError) as error:
-                            yield place.unreadable(error, where=f"{inner}[{number}]", fix=fix)
+                            yield place.error(error, where=f"{inner}[{number}]", fix=fix)
                             continue
                         if found is not None:
                             yield found
                         if isinstance(found, Span):
                             yield from _events_of(found, one.get("events"))
         except ValueError as error:
-            yield place.unreadable(error, fix=fix)
+            yield place.error(error, fix=fix)
 
 
 def _service(resource: Mapping[str, Any]) -> str:
@@ -117,9 +117,7 @@ def _events_of(span: Span, found: Any) -> Iterator[Event | UnreadableDocument]:
                 at, told = _time(event.get("timeUnixNano")), _attributes(event.get("attributes"), every=True)
                 yield Event(key=span.key, name=name, at=at, attributes=told, body=None, service=span.service, place=span.place)
     except (ValueError, RecursionError) as error:
-        yield span.place.unreadable(
-            error, where=f"events of span {printable_label(span.key[1])}", fix="export it again; other spans are read"
-        )
+        yield span.place.error(error, where=f"events of span {printable_label(span.key[1])}", fix="export it again; other spans are read")
 
 
 def _event(record: Mapping[str, Any], service: str, place: SourceLocation) -> Event | None:

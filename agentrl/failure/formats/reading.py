@@ -86,22 +86,22 @@ def _read(path: Path, format: str | None) -> Iterator[Trace | UnreadableDocument
 
 
 def _parsed(document: Document, kind: str) -> Trace | UnreadableDocument:
-    place = document.place
+    place = document.location
     try:
         if not kind:
             raise UserError(f"is of no format that is known: {_described(document.value)}", fix=f"known are {', '.join(FORMATS)}; {_FIX}")
-        trace: Trace = _PARSERS[kind].parse(document.value, {"file": place.name, **({"place": place.where} if place.where else {})})
+        trace: Trace = _PARSERS[kind].parse(document.value, {"file": place.name, **({"place": place.position} if place.position else {})})
         return trace
     except (ValueError, RecursionError) as error:
-        return place.unreadable(error, fix=_FIX)
+        return place.error(error, fix=_FIX)
 
 
 def _parts(document: Document, format: str | None) -> Iterator[Document]:
     """A list of documents as each of them; anything else as it is."""
-    value, place = document.value, document.place
+    value, place = document.value, document.location
     if isinstance(value, list) and value and not openai.recognises(value) and any(_format(item, format) for item in value[:_LOOKED_AT]):
         for number, item in enumerate(value):
-            where = ", ".join(part for part in (place.where, f"entry {number}") if part)
+            where = ", ".join(part for part in (place.position, f"entry {number}") if part)
             yield Document(item, type(place)(place.path, place.name, where))
     else:
         yield document

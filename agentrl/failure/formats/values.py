@@ -33,7 +33,7 @@ class Gaps:
         for what, times in other._met.items():
             self.add(what, max(0, times - self._met[what]))
 
-    def told(self) -> tuple[str, ...]:
+    def descriptions(self) -> tuple[str, ...]:
         return tuple(what if times == 1 else f"{what} ({times} times)" for what, times in self._met.items())
 
 

@@ -87,7 +87,7 @@ class Proxy:
         finally:
             writer.transport.abort()
 
-    def sum_up(self) -> None:
+    def log_refusals(self) -> None:
         """Logs the totals, unless there was only the refusal that was already logged."""
         if self.refused.total() > 1:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())

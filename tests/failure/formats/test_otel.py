@@ -43,7 +43,7 @@ def test_agents_keep_who_speaks_and_a_tools_error_is_kept() -> None:
 
 def test_contents_that_were_not_captured_are_not_made_up() -> None:
     for one in read(DATA / "otel_silent.jsonl"):
-        assert isinstance(one, UnreadableDocument) and CAPTURE in one.fix and "trace" in one.where
+        assert isinstance(one, UnreadableDocument) and CAPTURE in one.fix and "trace" in one.position
 
 
 def text(role: str, words: str) -> dict[str, Any]:

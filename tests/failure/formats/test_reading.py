@@ -62,7 +62,7 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join(lines))
     found = list(read(path))
     assert [one.origin["place"] for one in found if isinstance(one, Trace)] == ["line 2", "line 8"]
-    told = {one.where: one.message.partition(": ")[2] for one in found if isinstance(one, UnreadableDocument)}
+    told = {one.position: one.message.partition(": ")[2] for one in found if isinstance(one, UnreadableDocument)}
     assert list(told) == ["line 1", "line 3", "line 5", "line 6", "line 7"]
     assert "not JSON" in told["line 1"] and "UTF-8" in told["line 3"] and "not a list" in told["line 5"]
     assert told["line 6"] == "is of no format that is known: an object with 'a'" and told["line 7"] == "is the same as some.jsonl, line 2"
@@ -105,7 +105,7 @@ def test_sizes_are_bounded_before_anything_is_parsed(tmp_path: Path, monkeypatch
     path.write_text("\n".join([json.dumps(CHAT), '{"messages": "' + "x" * 5000 + '"}', json.dumps(CHAT["messages"][:1])]))
     first, long, last = read(path)
     assert isinstance(first, Trace) and isinstance(last, Trace)
-    assert isinstance(long, UnreadableDocument) and long.where == "line 2" and "longer than" in long.message
+    assert isinstance(long, UnreadableDocument) and long.position == "line 2" and "longer than" in long.message
     monkeypatch.setattr(files, "LARGEST", 1 << 20)
     monkeypatch.setattr(files, "LARGEST_IN_MEMORY", 1 << 20)
     assert "too many values" in refused(tmp_path / "bomb.json", "[" + "{}," * 200_000 + "{}]").message

@@ -107,7 +107,7 @@ def prepare(scratch: Path) -> Check:
             must(len(form.read(said, ()).calls) <= MAX_CALLS, f"a turn makes more calls than it may, in the form {form.name}")
         outcomes = [loop.run_until_complete(_called(call, said)) for call in parsed.message.tool_calls[:MOST_CALLS]]
         shown = [outcome.output for outcome in outcomes] or [said, *parsed.errors]
-        fenced = chat.defang("\n".join(shown))
+        fenced = chat.escape_text("\n".join(shown))
         must(not any(token in fenced for token in spellings), "a tool's output spells a control token")
         results = tuple(
             ToolResult(name=call.name, output=text, ok=True) for call, text in zip(parsed.message.tool_calls, shown, strict=False)

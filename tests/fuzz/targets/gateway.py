@@ -42,7 +42,7 @@ def prepare(scratch: Path) -> Check:
             return
         must(len(asked.messages) <= MAX_MESSAGES * MAX_MESSAGES and all(isinstance(one, str) for one in asked.system), "no request")
         must(len(conversation_ends(asked.messages)) == len(asked.messages) + 1, "a conversation without an end")
-        place = ConversationGraph().place(asked)
+        place = ConversationGraph().locate(asked)
         must(place.before is None and place.parent is None, "a conversation that nobody sampled goes on from somewhere")
         _written(protocol.write(ANSWER, asked))
         events = [event for _, event in protocol.events(ANSWER, asked)]

@@ -89,7 +89,7 @@ def words(body: bytes) -> None:
 def _told(heard: JudgeAnswer) -> None:
     """Without a verdict there is a reason; both can be stored."""
     must(heard.verdict is not None or bool(heard.reason), "neither a verdict nor a reason")
-    _stored(Score(value=None, reason=heard.reason or "-", evidence=heard.said))
+    _stored(Score(value=None, reason=heard.reason or "-", evidence=heard.text))
 
 
 def _stored(score: Score) -> None:

@@ -47,7 +47,7 @@ _TURN = Turn(
     ),
     finish_reason="stop",
     tool_results=(ToolResult(name="python", output="1", ok=True, wall_s=0.1),),
-    supports=Supports.of([(3, 7), ()]),
+    supports=Supports.from_rows([(3, 7), ()]),
 )
 _EPISODE = Episode(
     id="e",
@@ -97,7 +97,7 @@ RECORDS: Sequence[Any] = (
                 logprobs=(0.0, -1.0),
                 advantages=(0.0, 1.0),
                 versions=(-1, 0),
-                supports=Supports.of([(), (2, 5)]),
+                supports=Supports.from_rows([(), (2, 5)]),
             ),
         ),
         denominator=1,

@@ -157,7 +157,7 @@ def _open(family: Path, root: Path) -> None:
     tasks = [opened.task(split, index) for split in Split for index in range(opened.size(split) or 0)]
     must(len(tasks) == 1, "a task went missing")
     for task in tasks:
-        must(len(task.key) == 64 and bool(grading_of(task).expected()), "a task without tests")
+        must(len(task.key) == 64 and bool(grading_of(task).test_names()), "a task without tests")
         must(bool(opened.gold(task)) and task.contents() is not None, "a task without a solution")
         image = load_image(root / task.sandbox.image, cache=root / "cache")
         must(image.tag.isascii(), "an image that cannot be named")
