@@ -28,8 +28,8 @@ class Scorers:
     def mark(self, origin: Mapping[str, Any], truth: str, answer: str) -> float:
         """What the dataset's scorer gives an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
 
-        Raises `CallFailed`, `CallTimeout`, `TaskError` for a problem that is made no more, and `InfrastructureError` when there is no process.
-        """
+        Raises `CallFailed`, `CallTimeout`, `TaskError` for a problem that is made no more, and `InfrastructureError` when there is no
+        process."""
         request = {"origin": dict(origin), "truth": truth, "answer": answer, "deadline_s": self._deadline_s}
         try:
             return float(self._worker.call_blocking(request))

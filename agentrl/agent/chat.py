@@ -65,7 +65,7 @@ class ChatFormat:
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
-                fix=f"set policy.chat_template to one that ships ({', '.join(SHIPPED_TEMPLATES)}) or to a file, or use an instruction-tuned model",
+                fix=f"set policy.chat_template to a shipped one ({', '.join(SHIPPED_TEMPLATES)}) or a file, or use a chat model",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(

@@ -91,8 +91,8 @@ async def pin_tools(
         chat: of the policy. It breaks up control tokens in every text of a server, and excludes tools that the policy cannot call.
         memory: of the recipe. `tools.bounds` applies to its tools, too.
 
-    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's start.
-    """
+    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's
+    start."""
     if not tools.servers and not tools.bounds and not tools.words:
         return tools
     looked_at = list(itertools.islice(tasks, 4 * MAX_TASKS))

@@ -1,9 +1,8 @@
 """Detects parts of a run that make no progress, with a deadline for each kind of work that is derived from its history.
 
 Progress is completed work (a micro-batch, a checkpoint, a token, an answer); a living process is not enough. A part reports what it is
-about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a history of
-at least half the size has the longer deadline `first_s`: a first step compiles, a first checkpoint creates files.
-"""
+about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a
+history of at least half the size has the longer deadline `first_s`: a first step compiles, a first checkpoint creates files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decides which errors report an outage: a failed server, network or machine, and not a wrong request.
 
-`outage_of` decides for exceptions, `outage_phrase` for texts. Tools, MCP servers, verifiers and the triage of traces use the same two functions.
-Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
+`outage_of` decides for exceptions, `outage_phrase` for texts. Tools, MCP servers, verifiers and the triage of traces use the same two
+functions. Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
 """
 
 from __future__ import annotations

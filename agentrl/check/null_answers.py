@@ -182,7 +182,7 @@ def _findings(given: Sequence[_Given], golden: Mapping[str, GoldAttempt]) -> lis
         found.append(Finding(severity="note", what=what, tasks=_ids(perhaps)))
     if silent := [one for one in given if one.score.value is None]:
         why = silent[0].score.reason.replace("\n", " ")[:200]
-        what = f"{given[0].verifier} gives no score to {join_examples(list(map(_shown, silent)))} ({why}): an agent could so leave attempts out"
+        what = f"{given[0].verifier} does not score {join_examples(list(map(_shown, silent)))} ({why}): it excludes attempts"
         found.append(Finding(severity="warning", what=what, tasks=_ids(silent)))
     return found
 

@@ -10,10 +10,9 @@ what a question is about.
     TWIN    prompts that are equal once ids are folded, files that are alike, and the same truth, ids told by their places; or prompts that
             are equal with their ids, and files that are alike, whatever the truth.
 
-Files are alike when both tasks have none, or when at least `MIN_SHARED_LINES` of the lines of both, ids folded, are common to them (Jaccard's
-index of the multisets; a binary file is one line). So a question of the same words about other files is neither: that is a
-neighbour, which one may learn from.
-"""
+Files are alike when both tasks have none, or when at least `MIN_SHARED_LINES` of the lines of both, ids folded, are common to them
+(Jaccard's index of the multisets; a binary file is one line). So a question of the same words about other files is neither: that is a
+neighbour, which one may learn from."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def _foot(trace: Trace, seen: Timeline) -> Iterator[str]:
         yield f"fault   {failure.blame}: {one_line(failure.stage, 40)} {one_line(failure.kind, 80)}: {one_line(failure.message)}"
     for tag in trace.tags:
         where = "" if tag.turn is None else f" at turn {tag.turn + 1}" + (f" of trajectory {tag.trajectory}" if tag.trajectory else "")
-        yield f"tag     {one_line(tag.name, 60)}{where}  {tag.confidence:.0%} by {one_line(tag.by, 60)}{f'  {one_line(tag.note)}' if tag.note else ''}"
+        note = f"  {one_line(tag.note)}" if tag.note else ""
+        yield f"tag     {one_line(tag.name, 60)}{where}  {tag.confidence:.0%} by {one_line(tag.by, 60)}{note}"
 
 
 def _body(text: str, most: int = _OF_A_TEXT, *, deep: bool = False) -> Iterator[str]:

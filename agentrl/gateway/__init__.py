@@ -1,8 +1,7 @@
 """Any outside agent program, trained unchanged: an HTTP server speaks its protocol, and keeps what it samples as exact tokens.
 
-`ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions; a `Session` answers the
-requests of one program with what its episode's policy samples.
-"""
+`ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions; a `Session`
+answers the requests of one program with what its episode's policy samples."""
 
 from agentrl.gateway.program import ExternalProgram
 from agentrl.gateway.rewards import posted_reward

@@ -88,7 +88,7 @@ async def calibrate(
     known = [one for one in every if one.right is not None]
     if len({one.right for one in known}) < 2:
         raise UserError("the labels hold only right or only wrong answers", fix="label some of both: agentrl label RUN")
-    measured = judge.undemanding(ledger=ledger) if hasattr(judge, "undemanding") else judge
+    measured = judge.without_calibration(ledger=ledger) if hasattr(judge, "without_calibration") else judge
     if hasattr(measured, "prepare"):
         measured.prepare(root=root, folder=None)
     before, began = _spent(measured), time.monotonic()

@@ -97,7 +97,8 @@ class Ensemble:
     def without_calibration(self, *, ledger: str | None = None) -> Self:
         """The same ensemble, of which neither it nor a member demands a calibration: for measuring it."""
         members = {
-            name: judge.undemanding(ledger=ledger) if hasattr(judge, "undemanding") else judge for name, judge in self.judges.items()
+            name: judge.without_calibration(ledger=ledger) if hasattr(judge, "without_calibration") else judge
+            for name, judge in self.judges.items()
         }
         return replace(self, judges=members, calibration=None, min_agreement=0.0, min_coverage=0.0)
 

@@ -1,9 +1,8 @@
 """Sending published weights to the server over NCCL, and reconnecting when the server was restarted.
 
-The driver writes the address and key of its server to `server.json` (`agentrl.serving.supervisor`); without a server there is no such file. A
-broken channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an
-error, is restarted from its checkpoint, and brings the server up to date before it goes on.
-"""
+The driver writes the address and key of its server to `server.json` (`agentrl.serving.supervisor`); without a server there is no such file.
+A broken channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an error,
+is restarted from its checkpoint, and brings the server up to date before it goes on."""
 
 from __future__ import annotations
 

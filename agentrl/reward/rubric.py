@@ -45,7 +45,8 @@ class Rubric:
     Args:
         parts: name -> (verifier, weight). Weights are positive, and need not sum to 1. A verifier's values must be from 0 to 1; one outside
             is no value.
-        gate: what must hold before anything else counts: the name of a part, a verifier, or name -> what `Requirement` says. Gates are asked in
+        gate: what must hold before anything else counts: the name of a part, a verifier, or name -> what `Requirement` says. Gates are
+        asked in
             order; at the first that fails the score is 0, and nothing else is asked. A verifier that is a gate alone has no weight.
         caps: name of a part -> the most that the whole can be when that part is less than 1; or (least, most): when less than `least`.
         optional: names of parts that may lack a value. The others' weights then count alone; the score's part `NAME/unscored` is 1, and its

@@ -66,10 +66,9 @@ class SubprocessWorker:
     nobody waits for any more is never asked.
 
     Args:
-        function: called in the child with one request. It may call `set_deadline` to have another deadline from then on, and raise `TaskError`.
-        prepare: called in a child when it starts, such as to import what takes long; no deadline of a request runs then.
-        deadline_s: seconds for a request.
-        memory: bytes of address space of a child; a request for more gets a MemoryError there.
+        function: called in the child with one request. It may call `set_deadline` to have another deadline from then on, and raise
+        `TaskError`. prepare: called in a child when it starts, such as to import what takes long; no deadline of a request runs then.
+        deadline_s: seconds for a request. memory: bytes of address space of a child; a request for more gets a MemoryError there.
         processes: children at most, each for one request at a time.
     """
 

@@ -1,11 +1,10 @@
 """Groups: several attempts at one task, each scored; infrastructure failures are retried in fresh sandboxes, then left out.
 
 A group may be a forest instead of a row of attempts (`BranchingConfig`): some attempts run to a given turn, and others go on from
-their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.scheduling`). And a group
-may go on where a process that died left it (`EpisodeCheckpoints`). A task that turns out to be wrong in itself takes its whole group out:
-what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
-one attempt.
-"""
+their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.scheduling`). And a
+group may go on where a process that died left it (`EpisodeCheckpoints`). A task that turns out to be wrong in itself takes its whole group
+out: what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
+one attempt."""
 
 from __future__ import annotations
 

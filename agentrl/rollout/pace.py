@@ -166,9 +166,9 @@ class Pace:
     A request that ended normally is compared with those of about as many tokens (the same power of two). A request that was cut off is
     compared by its tokens per second, because the server decided how many tokens it has. The history covers the run from its start, so that
     a slow server does not soon become usual. A request is as fast as usual if its time is, or if the tokens per second of all requests in
-    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), also for requests that began
-    in the meantime. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as slow
-    by sampling or reading more.
+    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), also for requests
+    that began in the meantime. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as
+    slow by sampling or reading more.
 
     Args:
         slots: requests that the servers decode at once; None means unknown.

@@ -66,7 +66,7 @@ def select_backend(
     if name == "bubblewrap":
         raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=INSTALL_BUBBLEWRAP)
     raise SandboxUnavailable(
-        f"programs cannot be isolated here: no Docker daemon answers at {docker_client.daemon_address()}, and bubblewrap does not work: {problem}",
+        f"programs cannot be isolated here: no Docker daemon at {docker_client.daemon_address()}, and bubblewrap does not work: {problem}",
         fix=f"one of\n    {START_DOCKER}\n    {INSTALL_BUBBLEWRAP}",
     )
 

@@ -63,9 +63,8 @@ class TokenClient:
         """Samples one completion of `prompt_ids`.
 
         After `timeout_s` the server is asked to cut the request off, and returns the tokens that it has sampled; their finish reason is
-        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer soon after that (`CUT_TIMEOUT_S`). Cancellation
-        closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
-        """
+        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer soon after that (`CUT_TIMEOUT_S`).
+        Cancellation closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried."""
         cutting: list[asyncio.Task[None]] = []
 
         def cut() -> None:

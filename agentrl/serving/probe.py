@@ -51,7 +51,8 @@ async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) 
 
 
 async def judge_logprob_difference(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
-    """As `max_logprob_difference`, for a judge's chat model, which has no route for tokens: in the logprobs of the rows, as far as its context goes.
+    """As `max_logprob_difference`, for a judge's chat model, which has no route for tokens: in the logprobs of the rows, as far as its
+    context goes.
 
     Raises `ServingError`.
     """

@@ -336,8 +336,8 @@ class SupervisedServer:
         while (probe := read_probe(folder)) is None and await_probe:
             if asyncio.get_running_loop().time() > until:
                 raise ServingError(
-                    f"version {version.number} has no {PROBE_FILE} after {serving.startup_timeout_s:g} s: the learner writes it after loading the"
-                    " model\n  fix: see logs/learner.log, or raise serving.startup_timeout_s"
+                    f"version {version.number} has no {PROBE_FILE} after {serving.startup_timeout_s:g} s: "
+                    "the learner writes it after it has loaded the model\n  fix: see logs/learner.log, or raise serving.startup_timeout_s"
                 )
             await asyncio.sleep(_WATCH_S)
         if probe is None:

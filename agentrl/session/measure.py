@@ -192,7 +192,7 @@ def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int
 def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
     """What a person should hear about an evaluation: what was left out, and why."""
     return [
-        f"evaluation {phase}: {result.excluded} of {result.episodes} episodes on {split} tasks left out: {format_counts(result.excluded_reasons)}"
+        f"evaluation {phase}: {result.excluded} of {result.episodes} episodes on {split} excluded: {format_counts(result.excluded_reasons)}"
         for split, result in results.items()
         if result.excluded
     ]

@@ -1,8 +1,7 @@
 """What a policy in training may come to say at temperature 1, by accident or because it pays: the words that once broke a part.
 
-Each script is the turns of one episode. A script names tools of `tool_call_text`; those it shares with ordinary agents are `python`, `shell`
-and `submit`, and any other name stands for a tool that the task does not have, or that raises on what it is given.
-"""
+Each script is the turns of one episode. A script names tools of `tool_call_text`; those it shares with ordinary agents are `python`,
+`shell` and `submit`, and any other name stands for a tool that the task does not have, or that raises on what it is given."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def write(tmp_path, base, monkeypatch):
     yield write
     api = docker.client()
     for image in made:
-        for tag in (image.tag, image.built, f"{image.built}-unchecked"):
+        for tag in (image.tag, image.built_tag, f"{image.built_tag}-unchecked"):
             if builds.has_image(api, tag):
                 api.remove_image(tag, force=True)
 

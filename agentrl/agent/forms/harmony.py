@@ -54,7 +54,8 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 
 
 def _head(header: str, *, first: bool) -> tuple[str, str]:
-    """Channel and recipient of a message. Raises `CallError` for one that is not the assistant's: results of tools are nobody's to write."""
+    """Channel and recipient of a message. Raises `CallError` for one that is not the assistant's: results of tools are nobody's to
+    write."""
     if len(header) > _MOST_HEADER:
         raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
     started = header.strip().startswith(START)

@@ -101,8 +101,8 @@ class ServerConnection:
             user_code.log_unexpected(what, error)
 
     async def call(self, offer: ListedTool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Calls one of the server's tools. Raises `ToolFault`, and `InfrastructureError` if a server outside is not available at the first call
-        of this episode."""
+        """Calls one of the server's tools. Raises `ToolFault`, and `InfrastructureError` if a server outside is not available at the first
+        call of this episode."""
         if self.server.config.together:
             async with self._lock:
                 note = await self._ready(sandbox)
@@ -139,7 +139,8 @@ class ServerConnection:
         return f"note: the server {self.server.name} was started anew; what it kept is gone\n" if before else ""
 
     async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
-        """Starts the server, shakes hands, and gives the tools that it says it has. Raises `Unanswered`, `InvalidMessage`, `ServerError`."""
+        """Starts the server, shakes hands, and gives the tools that it says it has. Raises `Unanswered`, `InvalidMessage`,
+        `ServerError`."""
         until = time.monotonic() + self.server.config.start_timeout_s
         self._number = 1
         answer = await self._place.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())

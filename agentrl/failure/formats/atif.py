@@ -182,7 +182,7 @@ class _Reading:
                 yield from self.trajectory(other, f"sub-agent {printable_label(id)}: ", depth + 1)
             else:
                 self.gaps.add(
-                    f"a sub-agent's trajectory, which is elsewhere: {printable_label(ref.get('trajectory_path') or id or ref.get('session_id'))}"
+                    f"a sub-agent's separate trajectory: {printable_label(ref.get('trajectory_path') or id or ref.get('session_id'))}"
                 )
         ours = object_or_empty(object_or_empty(result.get("extra")).get(OURS))
         answers = as_string(result.get("source_call_id"), f"{at}.source_call_id") or as_string(ours.get("answers"), f"{at}.extra")

@@ -66,7 +66,13 @@ def build_trace(
     content = codec.to_json([source, origin.get("id", ""), tools, said])
     id = f"{source}-{hashlib.sha256(content).hexdigest()[:16]}"
     return Trace(
-        id=id, why=CaptureReason.IMPORTED, source=source, spoken=tuple(said), tools=tuple(tools), origin=dict(origin), missing=gaps.descriptions()
+        id=id,
+        why=CaptureReason.IMPORTED,
+        source=source,
+        spoken=tuple(said),
+        tools=tuple(tools),
+        origin=dict(origin),
+        missing=gaps.descriptions(),
     )  # fmt: skip
 
 

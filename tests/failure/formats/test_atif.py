@@ -37,7 +37,7 @@ def test_what_a_trace_cannot_hold_is_said_and_no_path_is_followed() -> None:
         "final metrics",
         "stub-2",
         "copied",
-        "sub-agent's trajectory, which is elsewhere",
+        "sub-agent's separate trajectory",
         "its continuation",
         "time of",
     ):
