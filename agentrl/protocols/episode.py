@@ -13,43 +13,45 @@ from agentrl.records.memo import Memo
 
 
 class LiveTrajectory(Protocol):
-    """One line of turns as it grows: an agent says what comes next, the episode samples it, bounds it and keeps it.
+    """A trajectory in progress. The agent decides what comes next; the episode samples, enforces limits and records.
 
-    A turn is `sample`, then `add_turn`, then `add_results` where it called tools, then `add_prompt` with what the next turn begins
-    with. Turns that something else sampled are added without `sample`.
+    A turn is a call of `sample`, then `add_turn`, then `add_results` if it called tools, then `add_prompt` with the tokens before the next
+    completion. Turns that were sampled elsewhere are added without `sample`.
     """
 
     @property
     def index(self) -> int:
-        """Its place in `LiveEpisode.trajectories`."""
+        """Its index in `LiveEpisode.trajectories`."""
 
     @property
     def agent(self) -> str:
-        """Who speaks in it."""
+        """The name of its agent."""
 
     @property
     def parent(self) -> Parent | None:
-        """The turn and the call that it comes from."""
+        """The turn and the call at which it started; None for the first one."""
 
     @property
-    def turns(self) -> Sequence[Turn]: ...
+    def turns(self) -> Sequence[Turn]:
+        """Its turns so far."""
+        ...
 
     @property
     def stop_reason(self) -> str:
-        """Empty while it goes on."""
+        """Why it ended; empty while it continues."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of its context, those that `add_prompt` has added included. `LiveEpisode.room` is the most there may be."""
+        """Number of tokens in its context, including those of `add_prompt`. At most `LiveEpisode.room`."""
 
     def limit(self) -> str:
-        """The stop reason that applies now, `turn_limit`, `wall_limit` or `token_limit`; empty: another turn may be sampled.
+        """The limit that has been reached: `turn_limit`, `wall_limit` or `token_limit`; empty if another turn may be sampled.
 
-        Raises `TaskError` when not even the episode's first turn fits: the task's prompt is too long.
+        Raises `TaskError` if the prompt of the task is too long for even one turn.
         """
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
-        """Token ids that come into the context before the next completion. Nothing is trained on them."""
+        """Appends tokens to the context before the next completion. They are not trained."""
 
     async def sample(
         self,
@@ -60,157 +62,167 @@ class LiveTrajectory(Protocol):
         stop: Sequence[str] = (),
         constraint: str = "",
     ) -> Completion:
-        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`.
+        """Samples the next completion from the context.
 
-        `thinking` ends it at `Limits.thinking_tokens`; `TaskError` for a task with that limit where it is None.
+        Args:
+            stop_token_ids: tokens that end the completion.
+            max_tokens: its largest length; None means what the limits allow.
+            thinking: needed if the task sets `Limits.thinking_tokens`.
+            stop: texts that end it, after the token that completes one.
+            constraint: grammar of the completion; see `SamplingParams.constraint`.
 
-        `stop` are texts that the server may end it at, after the token that completes one; `constraint` is what it must spell.
+        Raises:
+            ServingError: the server failed.
+            TaskError: the task limits thinking, and `thinking` is None.
+            RuntimeError: a limit has been reached.
         """
 
     def add_turn(self, completion: Completion, message: Message) -> None:
-        """Keeps a completion, with its parsed form, as the turn that follows what `add_prompt` has added."""
+        """Records a completion and its parsed form as the next turn."""
 
     def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
-        """What the calls of the last turn gave, and the seconds they took together."""
+        """Records the results of the calls of the last turn, and the seconds that they took."""
 
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
-        """Says for the record who speaks in it, and what that agent is told, where that is known later or is not the task's prompt."""
+        """Records the agent's name and prompt, if they become known later or differ from the prompt of the task."""
 
     def end(self, stop_reason: str) -> None:
-        """Ends it before the episode does, as a sub-agent's or one whose context was restarted."""
+        """Ends the trajectory before the episode ends, for a sub-agent or after a restart of the context."""
 
 
 class ToolSource(Protocol):
-    """What a run knows of tools beside their names, MCP servers among it: made and read in the room `agent` (`load_tools`)."""
+    """The tools of a run: MCP servers, bounds and wording. `agentrl.agent.load_tools` reads it."""
 
     servers: Mapping[str, Any]
     bounds: Mapping[str, Any]
     words: Mapping[str, Any]
-    record: Any  # how the tools answered so far (`agentrl.agent.outage_blame.CallRecord`)
+    record: Any  # results of earlier calls (`agentrl.agent.outage_blame.CallRecord`)
 
 
 class EpisodeMemory(Protocol):
-    """The memory of a run as one episode has it: notes to read, the same ones from its first turn to its last, and a place for its own.
+    """The memory of a run as one episode sees it. The notes that it can read do not change during the episode.
 
-    Agents that work side by side share it. Where it cannot be read or written at all it raises `StoreError`.
+    All agents of the episode share it. Raises `StoreError` if the memory cannot be read or written.
     """
 
     @property
     def memo(self) -> Memo:
-        """What was written and shown so far."""
+        """The notes written and read so far."""
 
     def note(self, text: str) -> tuple[bool, str]:
-        """Keeps a note for later episodes: whether it is kept, and what the agent is told."""
+        """Stores a note for later episodes. Returns whether it was stored, and the reply to the agent."""
 
     def recall(self, query: str) -> tuple[bool, str]:
-        """Finds notes of earlier episodes by words, the newest without a word: whether the query can be looked for, and what is shown."""
+        """Searches notes of earlier episodes; an empty query returns the newest. Returns whether the query is valid, and the reply."""
 
 
 class MemoryView(Protocol):
-    """One version of a run's memory as the attempts at one task have it."""
+    """One version of a run's memory, for the attempts at one task."""
 
     def begin(self, memo: Memo | None = None) -> EpisodeMemory:
-        """For one episode. `memo`: what one wrote and was shown up to the state that this one goes on from."""
+        """The memory of one episode. `memo`: the notes up to the state that the episode resumes from."""
 
 
 class ExternalRequest(Protocol):
-    """A request of `LiveEpisode.elsewhere`."""
+    """A request in `LiveEpisode.external_request`."""
 
-    most: int  # tokens that may be requested
-    tokens: int | None  # set to the number that was sampled
+    most: int  # largest number of tokens that may be requested
+    tokens: int | None  # set by the caller to the number of sampled tokens
 
 
 class LiveEpisode(Protocol):
-    """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
+    """An episode in progress, as its agent sees it: the tree of trajectories, the sandbox, and the limits of the task.
 
-    What it gives is bounded by `task.limits`; what an agent does with it is recorded, and can be captured between two turns.
+    The episode enforces `task.limits` and records what the agent does. Its state can be captured between two turns.
     """
 
     id: str
     task: Task
-    room: int  # tokens that one trajectory may have: `Limits.episode_tokens`, or what the model takes
-    answer: str | None  # what the agent hands in
-    stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
-    sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
-    tools: ToolSource | None  # what the recipe says of tools, for `agentrl.agent.load_tools`
-    memory: EpisodeMemory | None  # for `load_tools`, too; None: the recipe has none
+    room: int  # largest number of tokens in a trajectory: `Limits.episode_tokens`, or the context length of the model
+    answer: str | None  # set by the agent
+    stage: str  # current activity (chat, tool, ...), recorded with a fault
+    sandbox_lost: bool  # whether a tool was cancelled while it used the sandbox, so that its files are unreliable
+    tools: ToolSource | None  # for `agentrl.agent.load_tools`
+    memory: EpisodeMemory | None  # None if the run has no memory
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:
-        """All so far, in the order of their beginning. The first is there from the start; one that goes on from a state has turns."""
+        """All trajectories so far, in the order of their start. The first exists from the beginning."""
 
     @property
     def turn_count(self) -> int:
-        """Turns of all trajectories so far."""
+        """Number of turns in all trajectories so far."""
 
     @property
     def agent_state(self) -> Mapping[str, Any]:
-        """What the agent gave to the `boundary` at which the state was captured that this episode goes on from; else empty."""
+        """The agent's state, if this episode resumes from a captured state; else empty."""
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
-        """Begins another trajectory.
+        """Starts another trajectory.
 
         Args:
-            agent: who speaks in it, such as "search".
-            parent: the turn it comes from; with `call` that of a sub-agent, without one that of the same agent in a context of its own.
-            prompt: what its agent is told, for the record; its tokens are added with `add_prompt`.
+            agent: name of its agent, such as "search".
+            parent: the turn at which it starts. With `call` it belongs to a sub-agent, otherwise to the same agent in a new context.
+            prompt: messages to the agent, for the record. Its tokens are added with `add_prompt`.
 
         Raises:
-            ValueError: there is no such turn, or no such call in it.
+            ValueError: the turn or the call does not exist.
         """
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
-        """Encloses a request that the agent sends to a server of the policy. Its time counts as sampling, and is compared with that of
-        other such requests. `most` is limited to the tokens that the server usually returns within `within_s` and the time left, so that a
-        model that never ends is cut off instead of timing out.
-        """
+        """Context of a request that the agent itself sends to a server of the policy. Its time counts as sampling.
+
+        `ExternalRequest.most` is at most the number of tokens that the server usually returns within `within_s` and the time left, so that
+        a model that does not stop is cut off instead of running into a timeout."""
 
     async def sandbox(self) -> Sandbox:
-        """The episode's sandbox, opened at the first need. Raises `SandboxError`, or `TaskError` when the task's cannot be made."""
+        """The sandbox of the episode, opened by the first call. Raises `SandboxError`, or `TaskError` for an invalid spec."""
 
     @property
-    def sandbox_opened(self) -> bool: ...  # whether `sandbox` has opened one yet
+    def sandbox_opened(self) -> bool:
+        """Whether the sandbox has been opened."""
+        ...
 
     async def working_copy(self) -> bytes | None:
-        """What the working directory holds, for `apart`; None: what the task's begins with. Raises `ValueError` where too large."""
+        """A snapshot of the working directory for `sub_episode`; None if no sandbox is open. Raises `ValueError` if it is too large."""
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
-        """The same episode for an agent with a sandbox of its own, which begins with a `working_copy` and ends with the block.
+        """Context with a view of this episode for a sub-agent with a separate sandbox, which starts from a `working_copy`.
 
-        It is of the task's spec, and `sandbox_lost` is of it alone. Meanwhile the episode has no state that could be captured.
+        The sandbox has the spec of the task and is closed at the end. Meanwhile the state of the episode cannot be captured.
         """
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
-        """Around what the agent's words have called: its time is the agent's, should the episode run out of it; and the sandbox's."""
+        """Context of a program or tool that the agent called: its time counts as the agent's, and the sandbox is in use."""
 
     def clip_output(self, output: str) -> str:
-        """What the agent may see of a tool's output, so that no more than `Limits.all_output_chars` is shown in all; cuts are marked."""
+        """Cuts tool output so that the episode shows at most `Limits.all_output_chars`, and marks the cut."""
 
     def add_failure(self, failure: Failure) -> None:
-        """Records what went wrong with a tool; of many, the first ones are kept."""
+        """Records a failure of a tool. Only the first ones are recorded."""
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
-        """Says that the episode stands between two turns, where its state may be captured, or branches begin.
+        """Marks a point between two turns, where the state may be captured and branches may start.
 
         Args:
-            agent_state: gives what the agent needs beside the turns to go on from here, as JSON; called only for a capture. A
-                `ValueError` means that there is no state here, and is logged; the episode goes on.
+            agent_state: returns the agent's own state as JSON. Called only for a capture. If it raises `ValueError`, no state is captured
+                and the error is logged.
         """
 
 
 class Agent(Protocol):
-    """What acts: a loop of turns with tools, one with sub-agents, an outside program. One object for all episodes of a run.
+    """An agent: a turn loop with tools, one with sub-agents, or a third-party program. One object serves all episodes of a run.
 
-    Sandboxes, limits, faults, outputs and capture are the business of whoever runs it (`agentrl.rollout.EpisodeRunner`).
+    `agentrl.rollout.EpisodeRunner` handles sandboxes, limits, faults, outputs and capture.
 
-    A class that never calls `LiveEpisode.boundary` says so with `boundaries = False`; recipes that ask for the states between its turns
-    (`rollout.branching`, `rollout.checkpoint_turns`) are then refused. One that does not use the tools of tasks says so with
-    `task_tools = False`: recipes that declare any (`tools.mcp`, `tools.bounds`) are refused.
+    A class that never calls `LiveEpisode.boundary` sets `boundaries = False`; recipes that need states between turns (`rollout.branching`,
+    `rollout.checkpoint_turns`) then raise an error. A class that does not use the tools of tasks sets `task_tools = False`; recipes that
+    declare tools (`tools.mcp`, `tools.bounds`) then raise an error.
     """
 
     async def act(self, episode: LiveEpisode) -> str:
-        """Acts until it is done, and returns the stop reason of the trajectories that it has not ended itself.
+        """Runs the episode and returns the stop reason of the trajectories that have not ended.
 
-        An exception is a fault of the infrastructure, or the task's where it is a `TaskError` or `PluginError`: what only the policy's
-        words provoke must not raise. Cancelled when `Limits.wall_s` has passed.
+        An exception counts as an infrastructure fault; `TaskError` and `PluginError` count as faults of the task. Text of the policy alone
+        must not cause an exception. The call is cancelled after `Limits.wall_s`.
         """

@@ -9,46 +9,49 @@ from agentrl.records import EpisodeState, Group, ScoredEpisode
 
 
 class ExperienceStore(Protocol):
-    """Durable scored groups between rollout and learner processes. Safe to use from several processes at once.
+    """Durable storage of scored groups, written by the driver and read by the learner. Safe for concurrent processes.
 
-    The driver and every rank of the learner open it with its factory, which gets the run folder and the recipe, and they meet in it
-    alone. Every method raises `StoreError` when the store is damaged, full or unavailable.
+    The driver and every learner rank open it with its factory, which receives the run folder and the recipe. Every method raises
+    `StoreError` if the store is damaged, full or unavailable.
     """
 
     def put(self, group: Group) -> bool:
-        """Stores a group durably; False when a group of this index is already there (delivered twice)."""
+        """Stores a group. Returns False if a group with this index exists."""
 
-    def has(self, index: int) -> bool: ...
+    def has(self, index: int) -> bool:
+        """Whether a group is stored."""
+        ...
 
     def take(self, step: int, indices: Sequence[int], *, timeout_s: float) -> tuple[Group, ...]:
-        """Waits until all the groups exist and returns them in order; raises `TimeoutError`. Taking is not consuming."""
+        """Waits for the groups and returns them in order, without consuming them. Raises `TimeoutError`."""
 
     def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None:
-        """Marks the groups consumed by `step`, whose effect is durable in `checkpoint`. Raises `StoreError` if one was consumed before."""
+        """Marks groups as consumed by `step`, whose result is in `checkpoint`. Raises `StoreError` if one was consumed before."""
 
     def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
-        """After a crash: makes the store agree with the checkpoint in use (step -> group indices consumed by it)."""
+        """After a crash, makes the store agree with the checkpoint in use. `consumed` maps steps to the groups that they consumed."""
 
     def indices(self) -> tuple[int, ...]:
-        """Of all groups that are stored, in ascending order."""
+        """The indices of all stored groups, in ascending order."""
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """The groups in the order asked for, equal to those that were put; `StoreError` when one is absent or damaged."""
+        """The groups in the requested order. Raises `StoreError` if one is absent or damaged."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes the store."""
 
 
 class EpisodeCheckpoints(Protocol):
-    """Keeps what running groups have so far, so that a crash costs an episode no more than the turn it was in.
+    """Saves episodes in progress, so that a crash costs at most one turn of each.
 
-    It is a safety net: what cannot be kept or found is logged, and never fails the episode.
+    A state that cannot be saved or loaded is logged and never fails the episode.
     """
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
-        """Keeps the newest state of one member of a group, in place of the one before."""
+        """Saves the newest state of one member of a group and replaces the previous one."""
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        """Keeps a member's outcome in place of its state, until its group is stored."""
+        """Saves the outcome of a member in place of its state, until the group is stored."""
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """What is kept of a member; None when there is nothing, or nothing intact."""
+        """The saved state or outcome of a member; None if there is none or it is damaged."""

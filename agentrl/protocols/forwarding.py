@@ -1,4 +1,4 @@
-"""A sandbox around another one: every operation is the other's, and goes through one method that a subclass may lay over it."""
+"""A sandbox that forwards every operation to another one, through one method that subclasses can override."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ForwardingSandbox:
-    """A `Sandbox`; `close` does not go through `_through`."""
+    """Forwards to `sandbox`. Every operation except `close` goes through `_through`."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.id = sandbox.id

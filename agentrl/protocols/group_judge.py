@@ -1,4 +1,4 @@
-"""What rollouts and rewards agree on where all attempts of a group are judged together."""
+"""Judges that score all attempts of a group together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol
 from agentrl.records import Episode, Score, Task
 
 AWAITING_GROUP_JUDGE = "waits for the judge of its group"
-"""Reason in the score of an attempt that has ended, and is judged when its whole group has."""
+"""Reason of a score that is set when the whole group has ended."""
 
 
 class GroupJudge(Protocol):
-    """Judges all attempts at one task together, such as by ranking them. A recipe names one as `tasks.group_judge`.
+    """Scores all attempts at one task together, for example by ranking them. Set as `tasks.group_judge` in a recipe.
 
-    `prepare`, `timeout_s` and `bounds` of an `agentrl.protocols.PreparedVerifier` are its to have, too.
+    It may also have the members `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier`.
     """
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        """One score for each episode, in their order; one that cannot be judged has no value, and a reason."""
+        """One score per episode, in order. An episode that cannot be judged gets a score with a reason and no value."""
         ...

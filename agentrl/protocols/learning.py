@@ -1,4 +1,4 @@
-"""The verbs of an update: what estimates advantages, and what a loss adds. `agentrl.protocols` hands them on."""
+"""Advantage estimators and losses."""
 
 from __future__ import annotations
 
@@ -10,65 +10,75 @@ if TYPE_CHECKING:
 
 
 class AdvantageEstimator(Protocol):
-    """How much better each attempt of a step did than others: a pure function of scores (`objective.advantage`).
+    """Computes advantages from scores: a pure function (`objective.advantage`).
 
     Args:
-        groups: the scores of each group's attempts, after any KL penalty: at least `rollout.min_group_size` finite numbers, which may
-            all be equal. Attempts that do not count, and groups that have too few that do, are left out.
+        groups: the scores of the attempts of each group, after any KL penalty; at least `rollout.min_group_size` finite numbers. Excluded
+            attempts, and groups with too few attempts, are not included.
 
-    Returns the same shape: a finite float for each score, in its place. A group whose advantages are all 0 trains nothing; one that
-    holds NaN or an infinity is left out. It runs on every rank of the learner and must give the same on all of them. Options of the
-    recipe (`objective.advantage_options`) are further keyword arguments.
+    Returns one finite float per score, in the same shape. A group whose advantages are all 0 trains nothing; a group with NaN or infinity
+    is excluded. It runs on every learner rank and must return the same on all of them. `objective.advantage_options` are passed as keyword
+    arguments.
     """
 
-    def __call__(self, groups: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]: ...
+    def __call__(self, groups: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Computes the advantages of one learner step."""
+        ...
 
 
 class LossTokens(Protocol):
-    """What a loss is given: the N sampled tokens of a micro-batch, whole sequences. All tensors are float and [N]."""
+    """The N sampled tokens of a micro-batch of whole sequences. All tensors have the shape [N]."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """log pi(token) - log pi_old(token); carries the gradient. pi_old is what `objective.proximal` says."""
+        """log pi(token) - log pi_old(token), with gradient. `objective.proximal` selects pi_old."""
         ...
 
     @property
     def logprobs(self) -> Tensor:
-        """log pi(token), nats, of the distribution that was sampled from: its temperature, its support; carries the gradient."""
+        """log pi(token) in nats, with gradient, under the sampling distribution: its temperature and support."""
         ...
 
     @property
     def advantages(self) -> Tensor:
-        """Constants."""
+        """Advantages, without gradient."""
         ...
 
     @property
     def sequence(self) -> Tensor:
-        """int64: tokens with the same number are one sequence."""
+        """int64; tokens with the same number belong to one sequence."""
         ...
 
     @property
-    def clip_low(self) -> float: ...
+    def clip_low(self) -> float:
+        """`objective.clip_low`."""
+        ...
 
     @property
-    def clip_high(self) -> float: ...
+    def clip_high(self) -> float:
+        """`objective.clip_high`."""
+        ...
 
     @property
-    def dual_clip(self) -> float | None: ...
+    def dual_clip(self) -> float | None:
+        """`objective.dual_clip`."""
+        ...
 
     @property
     def cap(self) -> float:
-        """Where a ratio that carries the gradient is truncated, `objective.is_cap`; infinite with `objective.correction=none`."""
+        """Upper bound of a ratio with gradient, `objective.is_cap`; infinite with `objective.correction=none`."""
         ...
 
 
 class Loss(Protocol):
-    """What each sampled token adds to the objective (`objective.loss`): a surrogate of the policy gradient.
+    """A surrogate of the policy gradient: the contribution of each sampled token to the objective (`objective.loss`).
 
-    Returns two tensors [N]: the term to be maximized, differentiable and finite, and a bool that is True where a bound of the loss has
-    cut the gradient off (`clip_fraction`, which limits may judge). Weights for off-policy tokens, KL, entropy and the aggregation
-    over tokens are added by agentrl, so that they work with every loss. Tokens that the policy did not sample are not among the N. N
-    may be 0. Options of the recipe (`objective.loss_options`) are further keyword arguments.
+    Returns two tensors [N]: the term to maximize, differentiable and finite; and a bool that is True for tokens whose gradient a bound of
+    the loss cut off (`clip_fraction`). agentrl adds off-policy weights, KL, entropy and the aggregation over tokens, so that they work with
+    every loss. The N tokens include only tokens that the policy sampled; N may be 0. `objective.loss_options` are passed as keyword
+    arguments.
     """
 
-    def __call__(self, tokens: LossTokens) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        """Computes the term and the clip flags of each token."""
+        ...

@@ -10,34 +10,38 @@ from agentrl.records import Episode, Score, Task
 
 
 class Verifier(Protocol):
-    """Judges a finished episode. Runs on the host, gets the truth in `task.data`, and never the sandbox of the agent."""
+    """Scores a finished episode. Runs on the host, where `task.data` has the truth, and never gets the sandbox of the agent."""
 
-    async def __call__(self, task: Task, episode: Episode) -> Score: ...
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores one episode."""
+        ...
 
 
 class PreparedVerifier(Verifier, Protocol):
-    """A verifier that may refuse to be used, keeps something in the run folder, or takes longer than others."""
+    """A verifier with set-up: it may reject its configuration, use the run folder, or need more time than others."""
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that one score may take."""
+        """Deadline of one score, in seconds."""
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Called once before the first episode; `UserError` keeps the run from starting.
+        """Called once before the first episode. A `UserError` prevents the start of the run.
 
         Args:
-            root: the project.
-            folder: the run folder, which may not exist yet; None: there is no run.
+            root: the folder of the project.
+            folder: the run folder, which may not exist yet; None without a run.
         """
 
 
 class SandboxVerifier(Protocol):
-    """A verifier that judges in sandboxes of its own, opened after the agent's last action; it never gets the agent's.
+    """A verifier that runs the agent's work in new sandboxes, opened after the last action of the agent.
 
-    It knows the agent's work from `episode.outputs` alone. What the work does wrong is a score; a fault of the sandbox layer
-    is raised (`InfrastructureError`: tried again, then unscored), and so is a task whose tests are broken (`TaskError`: unscored).
+    It sees the work only through `episode.outputs`. Errors of the work lower the score. A fault of the sandbox layer raises
+    `InfrastructureError` (retried, then unscored), and a task with broken tests raises `TaskError` (unscored).
     """
 
-    needs_sandboxes: bool  # True; a plain `Verifier` has no such attribute
+    needs_sandboxes: bool  # True; a plain `Verifier` lacks this attribute
 
-    async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score: ...
+    async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
+        """Scores one episode."""
+        ...

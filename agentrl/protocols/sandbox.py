@@ -10,13 +10,13 @@ from agentrl.records import ExecResult, SandboxSpec
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """One isolated place to run programs, used by one episode and then destroyed.
+    """An isolated place to run programs. One episode uses it, and then it is destroyed.
 
-    Paths are relative to the sandbox's working directory; a path that leaves it is refused with `ValueError`. So is every other
-    argument that cannot be carried out (NUL, half a surrogate pair, a variable's name with `=`, no program, a deadline that is
-    none), before anything happens; an argument of another type raises `TypeError`. An agent's words may be handed on as they are.
-    Text stands for bytes as in `os.fsdecode`, so that every name a file can have can be said.
-    Faults of the layer raise `SandboxError`/`SandboxTimeout`; a program that fails or runs too long is an `ExecResult`.
+    Paths are relative to the working directory. A path that leaves it raises `ValueError`, as does any other invalid argument (a NUL, an
+    unpaired surrogate, an environment name with `=`, no program, an invalid deadline), before anything is run. An argument of a wrong type
+    raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text stands for bytes as in `os.fsdecode`, so that every file
+    name can be expressed. Faults of the sandbox layer raise `SandboxError` or `SandboxTimeout`; a program that fails or exceeds its time
+    returns an `ExecResult`.
     """
 
     id: str
@@ -30,51 +30,54 @@ class Sandbox(Protocol):
         output_bytes: int = 65536,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Runs a program; after `timeout_s` its whole process tree is killed (`reason="timeout"`)."""
+        """Runs a program. After `timeout_s` its process tree is killed (`reason="timeout"`)."""
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
-        """Like `exec(["python3", "-I", "-c", code])`, from a warm interpreter: each call starts afresh, without the start-up time.
+        """Runs code like `exec(["python3", "-I", "-c", code])`, in a process forked from a warm interpreter to save the start-up time.
 
-        With `session`, `code` runs in the interpreter of that name instead, which lives on: later calls find the names of
-        earlier ones, and the value of an expression at the end of `code` is printed (its `repr`, unless it is None). Output is
-        each call's own. `sys.exit`, a timeout of any program, or a kill for memory ends a session, and `ExecResult` says so;
-        the next call starts a fresh one. A sandbox has at most four sessions: `ValueError` for a fifth name, or a wrong one.
-        A snapshot does not hold them.
-        """
+        With `session`, the code runs in the interpreter of that name, which continues to exist: later calls see the names that earlier
+        calls defined, and the value of a final expression is printed (its `repr`, unless it is None). `sys.exit`, a timeout, or a kill for
+        memory ends the session, as `ExecResult.session_ended` reports; the next call starts a new one. A sandbox has at most four sessions;
+        `ValueError` for a fifth name or an invalid one. A snapshot does not include sessions."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Bytes of a regular file; never follows a link. `FileNotFoundError`, or `ValueError` when too large."""
+        """Reads a regular file; never follows a link. Raises `FileNotFoundError`, or `ValueError` if the file is too large."""
 
-    async def write(self, path: str, data: bytes) -> None: ...
+    async def write(self, path: str, data: bytes) -> None:
+        """Writes a file and creates its folders."""
 
     async def snapshot(self) -> bytes:
-        """The working directory as a bounded archive that `SandboxBackend.open(..., snapshot=...)` takes.
+        """The working directory as an archive for `SandboxBackend.open(..., snapshot=...)`, whatever the modes of its files are.
 
-        Whatever its files and their modes are; `ValueError` when it is too large, and for no other reason.
+        Raises `ValueError` only if it is too large.
         """
 
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
+    async def pause(self) -> None:
+        """Stops the running programs until `resume`."""
+
+    async def resume(self) -> None:
+        """Continues paused programs."""
 
     async def close(self) -> None:
-        """Destroys the sandbox and everything in it. Idempotent; never raises for a sandbox that is already gone."""
+        """Destroys the sandbox. Idempotent; does not raise if the sandbox no longer exists."""
 
 
 @runtime_checkable
 class SandboxBackend(Protocol):
     """Opens sandboxes of one kind (docker, bubblewrap).
 
-    A factory gets `root`, the folder that `SandboxSpec.image` is relative to, and `run_label`, to mark what a run leaves open.
+    Its factory receives `root`, the folder that `SandboxSpec.image` is relative to, and `run_label`, which marks the sandboxes of a run.
     """
 
     name: str
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Builds or finds the image (may take minutes the first time); later `open` calls are fast."""
+        """Builds or finds the image, which may take minutes the first time. Later calls of `open` are fast."""
 
     async def open(
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
-    ) -> Sandbox: ...
+    ) -> Sandbox:
+        """Opens a sandbox with these files, or with the working directory of a snapshot."""
 
     async def close(self) -> None:
-        """Closes every sandbox this backend still has open, and the backend."""
+        """Closes the backend and all its open sandboxes."""

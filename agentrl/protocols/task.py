@@ -14,19 +14,21 @@ class TaskFamily(Protocol):
     name: str
 
     def size(self, split: Split) -> int | None:
-        """Number of tasks in the split; None when generated without end."""
+        """Number of tasks in the split; None if it is endless."""
 
-    def task(self, split: Split, index: int) -> Task: ...
+    def task(self, split: Split, index: int) -> Task:
+        """The task at an index of a split."""
+        ...
 
     def gold(self, task: Task) -> str:
-        """Python source of the gold solution: run in the task's sandbox, it prints the right answer."""
+        """Python source of the gold solution. Run in the sandbox of the task, it prints the right answer."""
 
 
 class VariedFamily(TaskFamily, Protocol):
-    """A family that makes other tasks like a given one of its own: the practice for a failure."""
+    """A family that can generate variants of its tasks, as practice for failures."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Training tasks that ask for the same skill: how each stands to `task` (alike, harder, easier, or a word of its own), and it.
+        """Yields training tasks for the same skill, each with its relation to `task`: alike, harder, easier or a label of the family.
 
-        A pure function of the task's content and the seed, with or without an end. `gold` solves them as it does any other task.
+        A pure function of the content of the task and the seed; may be endless. `gold` must solve the variants too.
         """

@@ -1,4 +1,4 @@
-"""Who hears of a run's figures, as structural types: part of `agentrl.protocols`, which has them too."""
+"""Trackers: receivers of the metrics and events of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentrl.records import Group
 
 
 class Interval(Protocol):
-    """A mean over `n` episodes and its 95% confidence interval."""
+    """A mean over `n` episodes with its 95% confidence interval."""
 
     @property
     def value(self) -> float: ...
@@ -25,34 +25,34 @@ class Interval(Protocol):
 
 
 class Tracker(Protocol):
-    """Hears what happens in a run, in the driver, on one thread. A factory gets the run folder and the recipe.
+    """Receives the metrics and events of a run, in the driver, on one thread. Its factory receives the run folder and the recipe.
 
-    A tracker that inherits from this class writes the methods that it needs: the others do nothing. What one raises is logged, and
-    the run goes on; one that takes long keeps the run waiting.
+    A tracker inherits from this class and overrides the methods that it needs; the others do nothing. An exception is logged and does not
+    stop the run. A slow method delays the run.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The figures of a finished step, which counts from 1; a value may be NaN or infinite."""
+        """The metrics of a finished step. Steps count from 1; a value may be NaN or infinite."""
         return None
 
     def alert(self, text: str) -> None:
-        """What a person must not miss, such as an update that was left out. May hold an agent's words."""
+        """A warning for the user, such as a skipped update. May contain text of an agent."""
         return None
 
     def stage(self, name: str, detail: str = "") -> None:
-        """The run enters a stage; it may enter one again."""
+        """The run enters a stage, possibly not for the first time."""
         return None
 
     def progress(self, index: int, group: Group) -> None:
-        """Group `index` was scored, or left out."""
+        """Group `index` was scored or excluded."""
         return None
 
     def evaluating(self, done: int, total: int) -> None:
-        """So many of the tasks of one evaluation are done."""
+        """Progress of an evaluation, in tasks."""
         return None
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """The result of one evaluation ("before", "step8", "after"), by split."""
+        """The result of an evaluation ("before", "step8", "after"), by split."""
         return None
 
     def close(self) -> None:

@@ -11,28 +11,32 @@ from agentrl.records import PolicyVersion, VersionState
 class VersionRegistry(Protocol):
     """The policy versions of a run, shared between processes through the run folder."""
 
-    def add(self, version: PolicyVersion) -> None: ...
+    def add(self, version: PolicyVersion) -> None:
+        """Registers a version."""
 
-    def get(self, number: int) -> PolicyVersion | None: ...
+    def get(self, number: int) -> PolicyVersion | None:
+        """A version; None if it is not registered."""
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
-        """Highest-numbered version in one of `states` (any state when none is given)."""
+        """The highest-numbered version in one of `states`; in any state if none is given."""
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
-        """Raises `StoreError` where the version's weights are not those of `sha256`."""
+        """Sets the state of a version. Raises `StoreError` if `sha256` is given and its weights differ."""
 
-    def set_evals(self, number: int, evals: Mapping[str, float]) -> None: ...
+    def set_evals(self, number: int, evals: Mapping[str, float]) -> None:
+        """Records evaluation results of a version."""
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` unless the weights that are kept are those that were registered."""
+        """Raises `StoreError` if the stored weights differ from the registered ones."""
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """After a crash: forgets every version newer than the learner's checkpoint, weights included; returns their numbers."""
+        """After a crash, removes every version newer than the checkpoint of the learner. Returns their numbers."""
 
     def hold(self, number: int) -> None:
-        """Has `prune`, in any process, keep the weights of this version, until another one is held."""
+        """Protects the weights of this version from `prune` in any process, until another version is held."""
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions, all but those still needed and the `keep` newest; returns their numbers."""
+        """Deletes weights of old versions, except needed ones and the `keep` newest. Returns their numbers."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes the registry."""

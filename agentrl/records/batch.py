@@ -10,9 +10,9 @@ from agentrl.records.sampling import Supports
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Record):
-    """One token sequence to train on. All tuples have the length of `token_ids`; position t describes token t.
+    """One token sequence to train on. T is the number of tokens; entry t of every tuple describes token t.
 
-    A sample has advantages, or the rewards of which a critic makes them: the other of the two is empty.
+    A sample has either advantages, or rewards from which a critic computes advantages.
     """
 
     episode_id: str
@@ -22,9 +22,9 @@ class Sample(Record):
     logprobs: tuple[float, ...]  # [T] behaviour logprobs, 0.0 where masked
     versions: tuple[int, ...]  # [T] policy version that sampled the token, -1 where masked
     advantages: tuple[float, ...] = ()  # [T] 0.0 where masked
-    rewards: tuple[float, ...] = ()  # [T] what the episode earned at that token, 0.0 where masked
-    supports: Supports | None = None  # [T] those of masked tokens are the whole vocabulary; None: all are
-    rollout_tokens: int | None = None  # trained tokens of all samples of its episode; None: it is the only one
+    rewards: tuple[float, ...] = ()  # [T] reward at that token, 0.0 where masked
+    supports: Supports | None = None  # [T] whole vocabulary for masked tokens; None means for all tokens
+    rollout_tokens: int | None = None  # trained tokens in all samples of the episode; None if this is the only sample
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -32,19 +32,19 @@ class Sample(Record):
         if self.supports is not None:
             self.supports.check("Sample", self.token_ids)
         if self.advantages and self.rewards:
-            raise ValueError("Sample: advantages are given, or rewards for a critic, never both")
+            raise ValueError("Sample: give advantages or rewards, not both")
         for name in ("loss_mask", "logprobs", "versions", "rewards" if self.rewards else "advantages"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"Sample.{name} has {len(getattr(self, name))} entries for {n} tokens")
         if n and self.loss_mask[0]:
-            raise ValueError("Sample: token 0 has no context, so it cannot be trained")
+            raise ValueError("Sample: token 0 cannot be trained, because it has no context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Record):
-    """What one optimizer step consumes, over all ranks. `denominator` is the global count of trained tokens."""
+    """The samples of one learner step, over all ranks. `denominator` is the global number of trained tokens."""
 
     step: int
     samples: tuple[Sample, ...]
     denominator: int
-    group_indices: tuple[int, ...]  # every group this step consumes, those without a sample included
+    group_indices: tuple[int, ...]  # all groups that the step consumes, including groups without a sample

@@ -1,4 +1,4 @@
-"""Records to JSON and back, validated on the way in. The one place that knows the wire form of a record."""
+"""Converts records to JSON and back, and validates them when reading. No other module knows the JSON form of a record."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_json(record: Any) -> bytes:
-    """UTF-8 JSON of a record, its bytes as base64.
-
-    Infinity and NaN are written by name, which `from_json` reads back: null would be another record.
-    """
+    """UTF-8 JSON of a record; bytes become base64. Infinity and NaN are written by name, which `from_json` reads back."""
     return dump(record, inf_nan_mode="constants", bytes_mode="base64")
 
 
 def from_json(kind: type[T], data: bytes | str) -> T:
-    """A record of `kind` from JSON; raises `ValueError` when it does not validate."""
+    """Reads a record of `kind` from JSON. Raises `ValueError` if it does not validate."""
     record: T = _adapter(kind).validate_json(data)
     return record
 
 
 def to_data(record: Any) -> Any:
-    """Plain JSON-ready data of a record."""
+    """A record as plain data for JSON."""
     return _adapter(type(record)).dump_python(record, mode="json")

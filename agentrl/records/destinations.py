@@ -1,11 +1,11 @@
-"""The allow-list of a sandbox: `host:port` entries, what they mean, and which names and addresses they cover. Standard library only.
+"""The network allow-list of a sandbox: parsing `host:port` entries, and which names and addresses they cover.
 
     "pypi.org:443"            one name
     "*.pythonhosted.org:443"  every name below it, not the name itself
-    "93.184.215.14:80"        one literal address; `[2606:2800::1]:80` for IPv6
+    "93.184.215.14:80"        one address; `[2606:2800::1]:80` for IPv6
 
-A literal address is the one way to allow an address that is not of the public internet: the host's loopback, a private
-network. A name never leads there by itself, whatever its name server says; list the address beside the name.
+Only an address entry allows an address that is not public, such as the loopback of the host or a private network. A name that resolves
+to such an address is blocked, unless the address is listed too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label that old resolvers t
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One entry: a name, all names below one (`below`), or a literal address; and a port.
+    """One entry: a name, all names below one (`below`), or an address; and a port.
 
-    >>> parse("*.example.org:443")
+    >>> parse_destination("*.example.org:443")
     Destination(host='example.org', port=443, below=True, address=None)
     """
 
@@ -37,22 +37,22 @@ class Destination:
     address: Address | None = None
 
     def covers(self, host: str, port: int) -> bool:
-        """Whether `host` (as `plain_host` gives it) and `port` are what this entry names."""
+        """Whether this entry covers `host`, as returned by `plain_host`, and `port`."""
         return port == self.port and (host.endswith("." + self.host) if self.below else host == self.host)
 
 
 def parse_destination(entry: str) -> Destination:
-    """The meaning of one entry. Raises `ValueError` with what is wrong and how it is to be written."""
+    """Parses one entry. Raises `ValueError` with the problem and the correct form."""
     where, colon, digits = entry.rpartition(":")
     if not colon or not re.fullmatch(r"[0-9]{1,5}", digits) or not 1 <= int(digits) <= 65535:
         raise ValueError(f"{entry!r} does not end in a port; write host:port, such as pypi.org:443")
     below = where.startswith("*.")
     host = plain_host(where.removeprefix("*."))
     if host is None:
-        raise ValueError(f"{entry!r} names no host; write name:port, *.domain:port, 192.0.2.1:port or [2001:db8::1]:port")
+        raise ValueError(f"{entry!r} has no host; write name:port, *.domain:port, 192.0.2.1:port or [2001:db8::1]:port")
     address = address_literal(host)
     if below and (address is not None or "." not in host):
-        raise ValueError(f"{entry!r} is too wide; a star stands for the names below a domain, such as *.example.org:443")
+        raise ValueError(f"{entry!r} is too broad; a star stands for the names below a domain, such as *.example.org:443")
     if host.rpartition(".")[2] == "localhost":
         raise ValueError(f"{entry!r} is a name for the loopback; to allow the host's own, write 127.0.0.1:{digits}")
     if address is not None and (address.is_unspecified or address.is_multicast):
@@ -61,17 +61,17 @@ def parse_destination(entry: str) -> Destination:
 
 
 def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
-    """The meaning of an allow-list. Raises `ValueError` also for one that is too long."""
-    found = tuple(parse_destination(entry) for entry in entries)
-    if len(found) > MAX_ENTRIES:
-        raise ValueError(f"{len(found)} entries where {MAX_ENTRIES} are allowed")
-    return found
+    """Parses an allow-list. Raises `ValueError` for a wrong entry or more than `MAX_ENTRIES`."""
+    destinations = tuple(parse_destination(entry) for entry in entries)
+    if len(destinations) > MAX_ENTRIES:
+        raise ValueError(f"{len(destinations)} entries; at most {MAX_ENTRIES} are allowed")
+    return destinations
 
 
 def plain_host(text: str) -> str | None:
-    """`text` in the one form that is compared: a lower-case name, or an address (IPv6 in brackets) as the library writes it.
+    """The canonical form of a host: a lower-case name, or an address as `ipaddress` prints it. None if it is neither.
 
-    None when it is neither. International names are to be given in their ASCII form (`xn--...`).
+    International names must be in their ASCII form (`xn--...`); IPv6 addresses must be in brackets.
     """
     if text.startswith("[") and text.endswith("]"):
         inner = address_literal(text[1:-1])
@@ -86,7 +86,7 @@ def plain_host(text: str) -> str | None:
 
 
 def address_literal(host: str) -> Address | None:
-    """The address that `host` spells out, without a zone, IPv4 within IPv6 as the IPv4 address it leads to; None for a name."""
+    """The address that `host` denotes; None for a name or a zoned address. An IPv4-mapped IPv6 address becomes the IPv4 address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

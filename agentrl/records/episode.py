@@ -14,19 +14,19 @@ from agentrl.records.sandbox import MAX_SNAPSHOT_BYTES
 from agentrl.records.trajectory import Trajectory, check_tree
 
 MAX_AGENT_STATE_CHARS = 1 << 20
-"""Most characters of JSON in `EpisodeState.agent_state`."""
+"""Longest JSON of `EpisodeState.agent_state`, in characters."""
 
 
 OUTPUT_FILES = 256
-"""Most files that an episode's outputs may have."""
+"""Largest number of output files of an episode."""
 
 
 OUTPUT_BYTES = 4 << 20
-"""Most bytes that an episode's outputs may have together."""
+"""Largest total size of the output files of an episode."""
 
 
 REMOVED_FILES = 4096
-"""Most files whose removal is a part of an episode's outputs."""
+"""Largest number of removed files that an episode records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,14 @@ class Episode(Record):
     task_id: str
     task_key: str
     trajectories: tuple[Trajectory, ...]
-    answer: Text | None = None  # what the agent submitted; None: nothing
+    answer: Text | None = None  # what the agent submitted
     failures: tuple[Failure, ...] = ()
     attempt: int = 0  # infrastructure retries before this one
     wall_s: float = 0.0
     sandbox_s: float = 0.0  # opening, executing and closing the sandbox
-    outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes, as the agent left them; hostile input
-    removed: tuple[str, ...] = ()  # files of the image's working directory that the agent removed, where all of it is judged; hostile input
-    memory: Memo | None = None  # None: its run has no memory
+    outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes; untrusted input
+    removed: tuple[str, ...] = ()  # files of the image that the agent removed, if the whole directory is graded; untrusted input
+    memory: Memo | None = None  # None if the run has no memory
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -58,13 +58,13 @@ class Episode(Record):
 
     @property
     def oldest_version(self) -> int | None:
-        """Smallest policy version that sampled any token, or None when no token was sampled."""
+        """The oldest policy version that sampled any token; None if no token was sampled."""
         return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
 
     @property
     def stop_reason(self) -> str:
-        """Why its first agent ended, in the last of the contexts that it had."""
-        own, reason = {0}, ""  # its trajectories and those of its summaries
+        """The stop reason of the main agent in its last context."""
+        own, reason = {0}, ""  # trajectories of the main agent and of its summaries
         for index, one in enumerate(self.trajectories):
             if one.parent is not None and one.parent.call is None and one.parent.trajectory in own:
                 own.add(index)
@@ -74,21 +74,21 @@ class Episode(Record):
 
     @property
     def left_out(self) -> bool:
-        """True when a task or infrastructure failure keeps this episode out of the loss and of its group's baseline."""
+        """Whether a task or infrastructure failure excludes the episode from the loss and from the baseline of its group."""
         return any(f.blame is not Blame.POLICY for f in self.failures)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens sampled for this episode; those it inherited are another's."""
+        """Number of tokens sampled for this episode, without inherited turns."""
         return sum(u.sampled for t in self.trajectories for u in t.own_turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState(Record):
-    """An episode at the boundary of two turns: what is needed to go on from there, once or many times.
+    """An episode between two turns. It can be resumed from this state, and branched any number of times.
 
-    The files of the working directory, the log of the turns with their tool results, and what the agent and its tools keep on the
-    host. Not part of it: /tmp, running programs, and the memory of a Python session.
+    It holds the files of the working directory, the turns with their tool results, and the state of the agent and its tools on the host. It
+    does not hold /tmp, running programs, or the memory of a Python session.
     """
 
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # a snapshot is not text
@@ -96,17 +96,17 @@ class EpisodeState(Record):
     episode_id: str
     task_key: str
     attempt: int
-    trajectories: tuple[Trajectory, ...]  # as far as they are; those that go on have no stop reason
-    prompt_ids: tuple[tuple[int, ...], ...]  # [trajectory] tokens between its last completion and the next, such as the tools' answers
-    agent_state: JsonObject = field(default_factory=dict)  # what the agent keeps beside the turns, its tools' states among it
-    snapshot: bytes | None = None  # of the working directory, as `Sandbox.snapshot` gives it; None: no sandbox was opened yet
-    output_chars: int = 0  # shown by tools so far
-    wall_s: float = 0.0  # spent so far; the next four too
+    trajectories: tuple[Trajectory, ...]  # those that continue have no stop reason
+    prompt_ids: tuple[tuple[int, ...], ...]  # [trajectory] tokens after its last completion, such as tool results
+    agent_state: JsonObject = field(default_factory=dict)  # state of the agent and its tools
+    snapshot: bytes | None = None  # from `Sandbox.snapshot`; None if no sandbox was opened
+    output_chars: int = 0  # characters of tool output so far
+    wall_s: float = 0.0  # seconds so far, as the next four
     sandbox_s: float = 0.0
-    program_s: float = 0.0  # what the agent called
-    sampled_s: float = 0.0  # requests at the server's usual pace
-    lost_s: float = 0.0  # requests, to a slow server
-    failures: tuple[Failure, ...] = ()  # of tools, at what the agent asked of them
+    program_s: float = 0.0  # in programs that the agent called
+    sampled_s: float = 0.0  # in requests, at the usual pace of the server
+    lost_s: float = 0.0  # in requests, because the server was slow
+    failures: tuple[Failure, ...] = ()  # tool failures that the policy caused
     memory: Memo | None = None
 
     def __post_init__(self) -> None:
@@ -117,16 +117,18 @@ class EpisodeState(Record):
             )
         check_tree(self.trajectories)
         if (size := len(json.dumps(self.agent_state, ensure_ascii=False))) > MAX_AGENT_STATE_CHARS:
-            raise ValueError(f"EpisodeState: an agent's state of {size} characters of JSON; at most {MAX_AGENT_STATE_CHARS} are kept")
+            raise ValueError(f"EpisodeState: agent_state has {size} characters of JSON; at most {MAX_AGENT_STATE_CHARS} are allowed")
         if self.snapshot is not None and len(self.snapshot) > MAX_SNAPSHOT_BYTES:
-            raise ValueError(f"EpisodeState: a snapshot of {len(self.snapshot) >> 20} MiB; at most {MAX_SNAPSHOT_BYTES >> 20} MiB are kept")
+            raise ValueError(
+                f"EpisodeState: the snapshot has {len(self.snapshot) >> 20} MiB; at most {MAX_SNAPSHOT_BYTES >> 20} MiB are allowed"
+            )
 
     @property
     def oldest_version(self) -> int | None:
-        """Smallest policy version that sampled any token, or None when no token was sampled."""
+        """The oldest policy version that sampled any token; None if no token was sampled."""
         return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
 
     @property
     def turn_count(self) -> int:
-        """Turns of all trajectories together."""
+        """Number of turns in all trajectories."""
         return sum(len(t.turns) for t in self.trajectories)

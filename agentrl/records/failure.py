@@ -18,11 +18,11 @@ class Blame(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Record):
-    """Something that went wrong, with the blame decided once, at the boundary where it was seen."""
+    """A fault of an episode. The blame is decided once, at the boundary that saw the fault."""
 
     stage: str  # sandbox | generate | tool | verify | ...
     blame: Blame
     kind: str  # short machine-readable name, such as "exec_timeout"
     message: Text
-    turn: int | None = None  # how many turns the episode had by then
+    turn: int | None = None  # number of turns that the episode had
     retryable: bool = False

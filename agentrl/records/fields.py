@@ -1,17 +1,17 @@
-"""Checks of records' fields on construction: every record that exists can be stored, and reads back equal.
+"""Checks the fields of a record when it is created, so that every record can be stored and reads back equal.
 
-Models, sandboxes, verifiers and task families write into records, and may write what JSON or UTF-8 cannot express. A field's
-annotation says how it is checked:
+Models, sandboxes, verifiers and task families write into records, and their values may not fit into JSON or UTF-8. The annotation of a
+field determines its check:
 
-    Text           untrusted free text: output, answers, evidence. Half of a surrogate pair becomes U+FFFD, nothing is refused:
-                   nobody may turn their own words into a fault
-    str            names, ids, paths and keys. Half of a surrogate pair is a `ValueError`
-    JsonObject     plain JSON under string keys: finite numbers, integers of at most 4,000 digits, at most 64 levels; tuples become lists
-    float          any number but NaN, kept as a float
+    Text           untrusted free text: output, answers, evidence. An unpaired surrogate becomes U+FFFD; no text is rejected, so that an
+                   agent cannot turn its own text into a fault
+    str            names, ids, paths and keys. An unpaired surrogate raises `ValueError`
+    JsonObject     JSON with string keys: finite numbers, integers of at most 4,000 digits, at most 64 levels; tuples become lists
+    float          any number except NaN
     int            at most 63 bits, as in the store
-    tuple[float]   measured numbers, finite or not: the learner leaves out those that are not, and says so
+    tuple[float]   measured numbers, which may be infinite or NaN: the learner excludes those and reports it
 
-Checks take time proportional to the size of the value. Standard library only.
+A check takes time proportional to the size of the value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from enum import Enum
 from typing import Annotated, Any
 
 MAX_DEPTH = 64
-"""Largest number of levels of lists and objects in a JSON value, including the outermost."""
+"""Largest nesting depth of lists and objects in a JSON value."""
 
 MAX_DIGITS = 4000
 """Largest number of digits of an integer in a JSON value; Python itself reads and prints at most 4,300."""
@@ -38,24 +38,25 @@ _WHOLE = 1 << 63
 _HALF = re.compile("[\ud800-\udfff]")
 
 Check = Callable[[Any], Any]
-"""Returns the value to store. Raises `ValueError` that says what is wrong, without the field's name."""
+"""Returns the value to store. Raises `ValueError` with a message that does not name the field."""
 
 
 def text(value: Any) -> str:
-    """Text that UTF-8 can encode: each half of a surrogate pair becomes U+FFFD."""
-    words = _string(value)
-    return words if encodable(words) else _HALF.sub("\N{REPLACEMENT CHARACTER}", words)
+    """The text, with every unpaired surrogate replaced by U+FFFD."""
+    string = _string(value)
+    return string if encodable(string) else _HALF.sub("\N{REPLACEMENT CHARACTER}", string)
 
 
 def name(value: Any) -> str:
-    words = _string(value)
-    if not encodable(words):
-        raise ValueError(f"{words[:80]!a} holds half of a surrogate pair, which UTF-8 cannot encode")
-    return words
+    """The text. Raises `ValueError` for an unpaired surrogate."""
+    string = _string(value)
+    if not encodable(string):
+        raise ValueError(f"{string[:80]!a} holds half of a surrogate pair, which UTF-8 cannot encode")
+    return string
 
 
 def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """A plain copy of a JSON value of at most `levels` levels, so that later changes to the original have no effect."""
+    """A copy of a JSON value of at most `levels` levels, so that later changes to the original have no effect."""
     if isinstance(value, str):
         return name(value)
     if value is None or isinstance(value, bool):
@@ -77,6 +78,7 @@ def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
 
 
 def json_object(value: Any) -> dict[str, Any]:
+    """A copy of a JSON object. Raises `ValueError` for anything else."""
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")
     return _json_items(value, MAX_DEPTH)
@@ -84,13 +86,13 @@ def json_object(value: Any) -> dict[str, Any]:
 
 def _json_items(items: Mapping[Any, Any], levels: int) -> dict[str, Any]:
     _need(levels)
-    kept = {}
+    copied = {}
     for key, item in items.items():
         try:
-            kept[name(key)] = json_value(item, levels - 1)
+            copied[name(key)] = json_value(item, levels - 1)
         except ValueError as error:
             raise ValueError(f"{ascii(key)[:40]}: {str(error)[:400]}") from None
-    return kept
+    return copied
 
 
 def _need(levels: int) -> None:
@@ -100,7 +102,7 @@ def _need(levels: int) -> None:
 
 @dataclass(frozen=True)
 class _By:
-    """In an annotation: the field's check, where the type alone does not determine it."""
+    """Annotates a field with its check, if the type alone does not determine it."""
 
     check: Check
 
@@ -110,7 +112,7 @@ JsonObject = Annotated[Mapping[str, Any], _By(json_object)]
 
 
 class Record:
-    """Base class of records (dataclasses): each field is checked and stored as its annotation says (see above)."""
+    """Base class of records, which are dataclasses. Checks and converts each field according to its annotation."""
 
     __slots__ = ()
 
@@ -118,11 +120,11 @@ class Record:
         for field, check in _checks(type(self)):
             value = getattr(self, field)
             try:
-                kept = check(value)
+                checked = check(value)
             except ValueError as error:
                 raise ValueError(f"{type(self).__name__}.{field}: {error}") from None
-            if kept is not value:
-                object.__setattr__(self, field, kept)
+            if checked is not value:
+                object.__setattr__(self, field, checked)
 
 
 _known: dict[type[Any], tuple[tuple[str, Check], ...]] = {}
@@ -209,7 +211,7 @@ def _string(value: Any) -> str:
 
 
 def encodable(value: str) -> bool:
-    """Whether UTF-8 can encode it: it cannot where half of a surrogate pair stands alone."""
+    """Whether UTF-8 can encode the text, that is, it has no unpaired surrogate."""
     if value.isascii():
         return True
     try:
@@ -230,7 +232,7 @@ def _whole(value: Any) -> int:
 
 
 def _measured(value: Any) -> float:
-    """Anything but text that converts to a float; NaN is accepted."""
+    """The value as a float, NaN included. Raises `ValueError` for text."""
     if isinstance(value, str | bytes):
         raise ValueError(f"must be a number, got {type(value).__name__}")
     try:

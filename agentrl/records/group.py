@@ -12,7 +12,7 @@ from agentrl.records.score import Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredEpisode(Record):
-    """An episode and its combined score."""
+    """An episode and its score."""
 
     episode: Episode
     score: Score
@@ -29,19 +29,19 @@ class ScoredEpisode(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(Record):
-    """An attempt that its group went on without. It is no failure and nobody's fault, and nothing of it is trained."""
+    """An attempt that was cancelled because its group did not need it. It is not a failure and is not trained."""
 
     episode_id: str
-    reason: str  # spare: as many as the group needs had ended; equal: the first ones had all scored the same
+    reason: str  # spare: enough attempts had ended; equal: the first attempts all scored the same
     begun: bool = True
-    turns: int = 0  # that were finished
-    tokens: int = 0  # sampled in them; what the server had sampled of the next one is lost
+    turns: int = 0  # finished turns
+    tokens: int = 0  # sampled in finished turns
     wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Record):
-    """All attempts at one task that share a baseline. `index` numbers groups of a run from 0; it fixes task and step."""
+    """The attempts at one task that share a baseline. `index` counts the groups of a run from 0; it determines task and step."""
 
     index: int
     task_id: str
@@ -51,10 +51,10 @@ class Group(Record):
 
     @property
     def scored(self) -> tuple[ScoredEpisode, ...]:
-        """Episodes that count: not left out and with a score."""
+        """The episodes that count: not excluded, and with a score."""
         return tuple(e for e in self.episodes if not e.episode.left_out and e.score.value is not None)
 
     @property
     def fault(self) -> Failure | None:
-        """What is wrong with the task itself, when the whole group is left out for it."""
+        """The task failure that excludes the whole group; None if there is none."""
         return next((f for e in self.episodes for f in e.episode.failures if f.blame is Blame.TASK), None)

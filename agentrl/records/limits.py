@@ -1,4 +1,4 @@
-"""What one episode may spend. Part of a `Task` (`agentrl.records`)."""
+"""The limits of an episode, and which of them are part of the key of a task."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from agentrl.records.fields import Record
 
 OUTPUT_CALLS = 20
-"""How many tool calls an episode may show in full when `Limits.episode_output_chars` is not set."""
+"""Tool calls whose full output fits into an episode if `Limits.episode_output_chars` is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(Record):
-    """What one episode may spend: `Limits(turns=4, tool_timeout_s=5.0)`."""
+    """The limits of one episode: `Limits(turns=4, tool_timeout_s=5.0)`."""
 
-    turns: int = 4  # of all trajectories together
+    turns: int = 4  # in all trajectories
     turn_tokens: int = 256  # completion tokens in one turn
-    episode_tokens: int = 1024  # prompt + completion tokens of one trajectory
+    episode_tokens: int = 1024  # prompt and completion tokens in one trajectory
     tool_timeout_s: float = 10.0
-    tool_output_chars: int = 2000  # of one call; head and tail are kept, the cut is marked
-    wall_s: float = 120.0  # whole episode, waiting included
-    episode_output_chars: int | None = None  # of all calls together; None: OUTPUT_CALLS times tool_output_chars
-    tool_calls: int | None = None  # of all trajectories together, but for `submit`; None: as many as the turns make
-    all_tokens: int | None = None  # prompt + completion tokens of all trajectories together: what the episode costs; None: no bound
-    thinking_tokens: int | None = None  # of turn_tokens, after which thinking is ended; None: a turn may be thought alone
+    tool_output_chars: int = 2000  # per call; longer output is cut in the middle
+    wall_s: float = 120.0  # including waiting
+    episode_output_chars: int | None = None  # of all calls; None means OUTPUT_CALLS * tool_output_chars
+    tool_calls: int | None = None  # in all trajectories, without `submit`; None means no limit
+    all_tokens: int | None = None  # prompt and completion tokens in all trajectories; None means no limit
+    thinking_tokens: int | None = None  # per turn; then the thinking block is closed; None means no limit
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -35,34 +35,34 @@ class Limits(Record):
                 raise ValueError(f"Limits.{name} must be positive, got {value}")
         if self.thinking_tokens is not None and self.thinking_tokens >= self.turn_tokens:
             raise ValueError(
-                f"Limits.thinking_tokens={self.thinking_tokens} leaves no room for an answer: it must be less than"
+                f"Limits.thinking_tokens={self.thinking_tokens} leaves no tokens for an answer: it must be less than"
                 f" turn_tokens={self.turn_tokens}"
             )
 
     @property
     def all_output_chars(self) -> int:
-        """Characters that the calls of one episode may show together."""
+        """Largest total output of the tool calls of an episode, in characters."""
         return OUTPUT_CALLS * self.tool_output_chars if self.episode_output_chars is None else self.episode_output_chars
 
 
 OPTIONAL_LIMITS = ("tool_calls", "all_tokens", "thinking_tokens")
-"""Limits that are no part of a task's key where they are not set, so that keys stay what they were before there were such limits."""
+"""Limits that count towards the key of a task only if they are set."""
 
 
 def key_fields(record: Any) -> dict[str, object]:
-    """The fields of a task, or of a record within it, that its key is hashed from, for JSON.
+    """The fields of a task, or of a record in it, that determine the key of the task. Raises `TypeError` for anything but a record.
 
-    `dataclasses.asdict` copies all of them first, which takes several times as long. Raises `TypeError` where it is no record.
+    `dataclasses.asdict` would copy all fields first and take several times as long.
     """
-    named = {one.name: getattr(record, one.name) for one in fields(record)}
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
     if isinstance(record, Limits):
-        return {name: value for name, value in named.items() if value is not None or name not in OPTIONAL_LIMITS}
-    return named
+        return {name: value for name, value in values.items() if value is not None or name not in OPTIONAL_LIMITS}
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """How the thinking of a model is told and ended, in the tokens of its chat: what `Limits.thinking_tokens` needs."""
+    """How to recognize and close the thinking block of a model, in token ids. `Limits.thinking_tokens` needs it."""
 
-    end: tuple[int, ...]  # ids that end it
-    unfinished: Callable[[Sequence[int]], bool]  # whether a completion that is cut after these ids is cut in its thinking
+    end: tuple[int, ...]  # token ids that close the block
+    unfinished: Callable[[Sequence[int]], bool]  # whether these completion ids end inside the block

@@ -1,4 +1,4 @@
-"""What an episode has to do with the memory of its run. Standard library only."""
+"""The notes that an episode wrote to the memory of its run, and those that it read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from agentrl.records.fields import Record, Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memo(Record):
-    """What one episode wrote for later ones, and whose notes it was shown. All its agents write to the same one."""
+    """The notes of one episode for later episodes, and the authors of the notes that it read. All its agents share it."""
 
-    scope: str  # which notes it reads and adds to, such as "family:pages"
+    scope: str  # the set of notes that it reads and adds to, such as "family:pages"
     notes: tuple[Text, ...] = ()
-    read: tuple[str, ...] = ()  # ids of the episodes that wrote what it was shown, each once, in the order of reading
+    read: tuple[str, ...] = ()  # ids of the episodes whose notes it read, in order, without duplicates

@@ -8,24 +8,24 @@ from agentrl.records import destinations
 from agentrl.records.fields import Record, Text
 
 MAX_SNAPSHOT_BYTES = 64 << 20
-"""Largest working directory that is part of an `EpisodeState`."""
+"""Largest snapshot of a working directory in an `EpisodeState`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec(Record):
-    """What a sandbox is made of and what it may use: `SandboxSpec(image="sandboxes/tables")`.
+    """The image and the resource limits of a sandbox: `SandboxSpec(image="sandboxes/tables")`.
 
-    `image` is a folder that holds an `image.toml` recipe or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the
-    project root. `network` is what programs may reach, through a proxy (see `agentrl.sandbox.egress`): nothing by default.
+    `image` is a folder with an `image.toml` or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the project root. `network`
+    lists the hosts that programs may reach through a proxy (see `agentrl.sandbox.egress`); by default none.
     """
 
     image: str
     memory_mb: int = 256
     processes: int = 32
     cpus: float = 1.0
-    disk_mb: int = 64  # of the working directory, and of /tmp; both are memory, and never get all of it
+    disk_mb: int = 64  # of the working directory and of /tmp each; both are in memory and count towards memory_mb
     open_files: int = 256
-    runtime: str = ""  # container runtime name, such as "runsc"; empty: the backend's own
+    runtime: str = ""  # container runtime, such as "runsc"; empty means the default of the backend
     network: tuple[str, ...] = ()  # allow-list: "pypi.org:443", "*.example.org:443", "10.1.2.3:8080" (see `agentrl.records.destinations`)
 
     def __post_init__(self) -> None:
@@ -41,10 +41,10 @@ class SandboxSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult(Record):
-    """How a program in a sandbox ended. Output is bytes turned to text with replacement; it is hostile input.
+    """How a program in a sandbox ended. Its output is decoded with replacement characters; it is untrusted input.
 
-    `exit_code` is None when the program was killed for `reason` ("timeout", "memory", "killed"). Of a call in a session it is 0,
-    or 1 after an exception; any other means that the session has ended, as `session_ended` says.
+    `exit_code` is None if the program was killed for `reason` ("timeout", "memory", "killed"). For a call in a session it is 0, or 1 after
+    an exception; any other value means that the session ended (`session_ended`).
     """
 
     exit_code: int | None
@@ -53,9 +53,10 @@ class ExecResult(Record):
     wall_s: float
     truncated: bool = False
     reason: str = ""
-    restarted: bool = False  # the session is new: it had ended before this call, or the sandbox is from a snapshot, which holds files only
-    session_ended: bool = False  # the session did not outlive this call: the next one starts afresh
+    restarted: bool = False  # the session started with this call: the previous one ended, or a snapshot was restored
+    session_ended: bool = False  # the session ended with this call; the next call starts a new one
 
     @property
     def ok(self) -> bool:
+        """Whether the program exited with 0."""
         return self.exit_code == 0

@@ -11,16 +11,18 @@ from agentrl.records.fields import Record, Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score(Record):
-    """A verifier's judgement. `value` None means unscored, with the reason; it is never 0 by default."""
+    """The result of a verifier. An episode without a score has `value` None and a reason; it never counts as 0."""
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     evidence: Text = ""
     reason: Text = ""
-    turn_rewards: tuple[tuple[float, ...], ...] = ()  # [trajectory][turn] credit for single turns, beside `value`; empty: none is given
-    blame: Blame | None = None  # who is to blame that there is no value, where that is known
-    branches: tuple[float | None, ...] = ()  # [trajectory] what each is worth by itself; None: it was not judged; empty: none was
-    without: tuple[float | None, ...] = ()  # [trajectory] what `value` would be without it; None: unknown; empty: all are
+    turn_rewards: tuple[
+        tuple[float, ...], ...
+    ] = ()  # [trajectory][turn] credit for single turns, in addition to `value`; empty if not given
+    blame: Blame | None = None  # who caused the missing value, if that is known
+    branches: tuple[float | None, ...] = ()  # [trajectory] score of each trajectory; None: not scored; empty if not given
+    without: tuple[float | None, ...] = ()  # [trajectory] `value` without this trajectory; None: unknown; empty if not given
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -29,4 +31,4 @@ class Score(Record):
         if any(reward != reward for rewards in self.turn_rewards for reward in rewards):
             raise ValueError("Score.turn_rewards holds NaN")
         if self.value is not None and self.blame is not None:
-            raise ValueError("Score.blame says why there is no value, and there is one")
+            raise ValueError("Score.blame must be None for a score with a value")

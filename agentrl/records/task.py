@@ -17,7 +17,7 @@ from agentrl.records.sandbox import SandboxSpec
 
 
 class Split(StrEnum):
-    """Which part of a task family a task belongs to."""
+    """The part of a task family that a task belongs to."""
 
     TRAIN = "train"
     HELDOUT = "heldout"
@@ -26,7 +26,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Record):
-    """One problem to solve: what the agent is told, what its sandbox holds, and (host only) the truth.
+    """One problem: the prompt, the contents of the sandbox, and the truth, which stays on the host.
 
     >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
     ...      sandbox=SandboxSpec(image="sandboxes/tables"), verifiers=("rewards.tables:exact_answer",),
@@ -39,12 +39,12 @@ class Task(Record):
     prompt: tuple[Message, ...]
     tools: tuple[str, ...]  # tool names, such as ("python", "submit")
     sandbox: SandboxSpec
-    verifiers: tuple[str, ...]  # plugin references, such as "rewards.tables:exact_answer"
-    data: JsonObject  # truth and metadata; never enters the sandbox
+    verifiers: tuple[str, ...]  # plug-in references, such as "rewards.tables:exact_answer"
+    data: JsonObject  # truth and metadata; never copied into a sandbox
     split: Split
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
-    binary_files: Mapping[str, str] = field(default_factory=dict)  # the same, of files that are not text: path -> base64
-    outputs: tuple[str, ...] = ()  # patterns of the files that are judged (`agentrl.task.outputs`): ("report.json", "src/**")
+    binary_files: Mapping[str, str] = field(default_factory=dict)  # relative path -> base64, for files that are not text
+    outputs: tuple[str, ...] = ()  # patterns of the files that are graded (`agentrl.task.outputs`): ("report.json", "src/**")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -62,16 +62,16 @@ class Task(Record):
 
     @property
     def kind(self) -> str:
-        """The kind of question that this is, as evaluations count it: what the family says in `data["kind"]`, else its name."""
+        """The kind of task, by which evaluations group results: `data["kind"]` if the family sets it, else the name of the family."""
         return str(self.data.get("kind", self.family))
 
     @property
     def key(self) -> str:
-        """Content hash (sha256, hex) of everything that defines the task."""
+        """The sha256 (hex) of everything that defines the task."""
         text = json.dumps(self, default=key_fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:
-        """What the working directory of a new sandbox holds: relative path -> bytes."""
+        """The files of the working directory of a new sandbox: relative path -> bytes."""
         texts = {path: text.encode() for path, text in self.files.items()}
         return texts | {path: base64.b64decode(text, validate=True) for path, text in self.binary_files.items()}

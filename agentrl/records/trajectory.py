@@ -11,26 +11,26 @@ from agentrl.records.turn import Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent(Record):
-    """The turn that a trajectory comes from, in another trajectory of its episode."""
+    """The turn of another trajectory of the episode at which a trajectory started."""
 
-    trajectory: int  # index in Episode.trajectories, smaller than its child's
+    trajectory: int  # index in Episode.trajectories, smaller than that of the child
     turn: int  # index of the turn
-    call: int | None = None  # index of the tool call that started a sub-agent; None: the same agent goes on with a context of its own
+    call: int | None = None  # index of the tool call that started a sub-agent; None: the same agent continues in a new context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory(Record):
-    """One line of turns by one agent, in one context. Its place in `Episode.trajectories` is its id."""
+    """The turns of one agent in one context. Its index in `Episode.trajectories` identifies it."""
 
     agent: str
     turns: tuple[Turn, ...]
-    parent: Parent | None = None  # None: it began with the episode
-    prompt: tuple[Message, ...] = ()  # what its agent was told at the start; empty: the task's prompt
+    parent: Parent | None = None  # None for the first trajectory of an episode
+    prompt: tuple[Message, ...] = ()  # the prompt of its agent; empty means the prompt of the task
     stop_reason: str = (
         "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized,
-        # rejected or restarted, around a restart of the context; empty: it goes on
+        # rejected or restarted, around a restart of the context; empty while it continues
     )
-    inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
+    inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns, one id per turn
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -39,18 +39,18 @@ class Trajectory(Record):
 
     @property
     def own_turns(self) -> tuple[Turn, ...]:
-        """The turns that were sampled here, not in the episode that this one branched from."""
+        """The turns that this episode sampled, without those of the episode that it branched from."""
         return self.turns[len(self.inherited) :]
 
 
 def check_tree(trajectories: tuple[Trajectory, ...]) -> None:
-    """Raises `ValueError` unless every parent is a turn, and a call of it, of an earlier trajectory."""
+    """Raises `ValueError` unless every parent is an existing turn (and call) of an earlier trajectory."""
     for index, child in enumerate(trajectories):
         parent = child.parent
         if parent is None:
             continue
         if not 0 <= parent.trajectory < index or not 0 <= parent.turn < len(trajectories[parent.trajectory].turns):
-            raise ValueError(f"trajectory {index}: its parent, turn {parent.turn} of trajectory {parent.trajectory}, is not there")
+            raise ValueError(f"trajectory {index}: its parent, turn {parent.turn} of trajectory {parent.trajectory}, does not exist")
         calls = trajectories[parent.trajectory].turns[parent.turn].message.tool_calls
         if parent.call is not None and not 0 <= parent.call < len(calls):
             raise ValueError(f"trajectory {index}: it comes from call {parent.call} of a turn with {len(calls)} calls")

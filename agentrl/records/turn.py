@@ -8,12 +8,13 @@ from agentrl.records.chat import Message, ToolResult
 from agentrl.records.fields import Record
 from agentrl.records.sampling import Supports, check_forced_tokens
 
-CUT = "time"  # `finish_reason` of a completion that was cut off at a time limit, with the tokens sampled until then
+CUT = "time"
+"""`finish_reason` of a completion that was cut off at a time limit. It has the tokens that were sampled until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan(Record):
-    """Completion tokens `[start, end)` were sampled by the weights of policy version `version`."""
+    """Policy version `version` sampled the completion tokens `[start, end)`."""
 
     version: int
     start: int
@@ -27,23 +28,23 @@ class VersionSpan(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn(Record):
-    """One act -> observe step of one agent, in exact tokens.
+    """One step of an agent (act, observe) in exact tokens. T is the number of completion tokens.
 
-    `prompt_ids` are only the tokens that are new since the previous turn's completion; the whole context is the
-    concatenation over turns of prompt_ids + completion_ids. Nothing is ever tokenized twice.
+    `prompt_ids` are the tokens between the previous completion and this one. The context of a turn is the concatenation of prompt_ids and
+    completion_ids of all turns before it, followed by its own prompt_ids. No text is tokenized twice.
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]  # [T]
-    logprobs: tuple[float, ...]  # [T] of the behaviour policy, natural log: of the distribution that was sampled from
+    logprobs: tuple[float, ...]  # [T] natural log, under the distribution that was sampled from (the behaviour policy)
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gap or overlap
     message: Message  # parsed form of the completion
     finish_reason: str  # "stop", "length" or `CUT`
     tool_results: tuple[ToolResult, ...] = ()
     generate_s: float = 0.0
     tool_s: float = 0.0
-    supports: Supports | None = None  # [T] of the completion's tokens; None: all were drawn from the whole vocabulary
-    forced: tuple[int, ...] = ()  # places of completion tokens that were put there, not sampled: they are context, and never trained
+    supports: Supports | None = None  # [T] None means that every token was drawn from the whole vocabulary
+    forced: tuple[int, ...] = ()  # indices of completion tokens that were inserted, not sampled; they are never trained
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -63,20 +64,20 @@ class Turn(Record):
 
     @property
     def sampled(self) -> int:
-        """How many tokens of the completion the policy sampled."""
+        """Number of completion tokens that the policy sampled."""
         return len(self.completion_ids) - len(self.forced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(Record):
-    """What the inference server answered: exact ids, their logprobs, and which weights sampled them."""
+    """A completion of the inference server: exact token ids, their logprobs, and the versions that sampled them."""
 
     token_ids: tuple[int, ...]  # the stop token is included when one ended the completion
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
-    finish_reason: str  # "stop", "length", or `CUT` if the request's time was up
-    supports: Supports | None = None  # one a token, where they were asked for
-    forced: tuple[int, ...] = ()  # places of tokens that were not sampled, as in a `Turn`
+    finish_reason: str  # "stop", "length", or `CUT` after the time limit of the request
+    supports: Supports | None = None  # [T] if they were requested
+    forced: tuple[int, ...] = ()  # indices of tokens that were not sampled, as in `Turn`
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

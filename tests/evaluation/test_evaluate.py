@@ -116,7 +116,7 @@ async def test_success_against_thinking_is_measured_written_and_drawn(tmp_path: 
         ("heldout", 2, ((44.0, 0.0), (2 * free.tokens_mean, 1.0))),
     )
     check_thinking(chat, family, EvalConfig(thinking_tokens=(20,)))
-    with pytest.raises(RecipeError, match="leaves no room for an answer"):
+    with pytest.raises(RecipeError, match="leaves no tokens for an answer"):
         check_thinking(chat, family, EvalConfig(thinking_tokens=(20, 256)))
     with pytest.raises(UserError, match="no <think> and </think>"):
         check_thinking(chat_of(shared_tokenizer()), family, EvalConfig(thinking_tokens=(20,)))

@@ -107,7 +107,7 @@ def test_a_sample_has_advantages_or_rewards_and_never_both() -> None:
     rows: dict[str, Any] = {"token_ids": (1, 2), "loss_mask": (False, True), "logprobs": (0.0, -1.0), "versions": (-1, 0)}
     assert Sample(episode_id="e", group_index=0, **rows, rewards=(0.0, 1.0)).advantages == ()
     for credit, said in (
-        ({"advantages": (0.0, 1.0), "rewards": (0.0, 1.0)}, "never both"),
+        ({"advantages": (0.0, 1.0), "rewards": (0.0, 1.0)}, "not both"),
         ({"rewards": (1.0,)}, r"Sample\.rewards has 1 entries for 2"),
         ({}, r"Sample\.advantages has 0 entries for 2"),
     ):
