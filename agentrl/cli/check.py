@@ -1,4 +1,4 @@
-"""`agentrl check`, `agentrl sandbox check` and `agentrl sandbox attack`: what holds, shown by trying."""
+"""`agentrl check`, `agentrl sandbox check` and `agentrl sandbox attack`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from agentrl.check.check import CheckReport
     from agentrl.check.family_source import FamilySource
 
-BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, all, or anybody's: module:attr.")]
-ImageFolder = Annotated[str, typer.Option(help="Folder that holds an image.toml.")]
+BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, all, or module:attr.")]
+ImageFolder = Annotated[str, typer.Option(help="Folder with an image.toml.")]
 RuntimeName = Annotated[str, typer.Option(help="Container runtime for Docker, such as runsc or kata.")]
 
 
 def check(
-    target: Annotated[Path, typer.Argument(help="Folder of task folders, or a recipe file whose task family is checked.")],
+    target: Annotated[Path, typer.Argument(help="Folder of task folders, or a recipe file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe, such as tasks.verifiers=...")] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Tasks of each split. Default: all of a folder, 24 of a recipe's family.")
+        int | None, typer.Option(min=1, help="Number of tasks per split. Default: all tasks of a folder, 24 of a recipe.")
     ] = None,
     sandbox: Annotated[
         str | None, typer.Option("--backend", "--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")
     ] = None,
-    parallel: Annotated[int, typer.Option(min=1, help="Cases at once.")] = 8,
+    parallel: Annotated[int, typer.Option(min=1, help="Number of tasks at a time.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
+    """Check a task family in real sandboxes: gold solutions score 1, cheats score 0, splits do not overlap, answers are hidden."""
     from agentrl.check.check import check_family, render
     from agentrl.session.judges_alone import standalone_judge_servers
 
@@ -60,11 +60,11 @@ def check(
 def sandbox_check(
     backend: BackendChoice = "auto",
     image: ImageFolder = "sandboxes/tables",
-    only: Annotated[str, typer.Option(help="Only checks whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Run only checks whose name contains this text.")] = "",
     runtime: RuntimeName = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Hold a sandbox backend to the protocol: limits, isolation, clean-up, hostile programs."""
+    """Check that a sandbox backend conforms to the protocol: limits, isolation, clean-up, hostile programs."""
     from agentrl.check.check import backend_names, check_backend
 
     root = project_root(Path.cwd() / image / "image.toml")
@@ -83,11 +83,11 @@ def sandbox_check(
 def sandbox_attack(
     backend: BackendChoice = "auto",
     image: ImageFolder = "sandboxes/tables",
-    only: Annotated[str, typer.Option(help="Only attacks whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Run only attacks whose name contains this text.")] = "",
     runtime: RuntimeName = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Throw hostile programs at a sandbox backend and judge each: contained, ESCAPED, or error. About a minute a backend."""
+    """Attack a sandbox backend with hostile programs and report each: contained, ESCAPED, or error. Takes about a minute per backend."""
     from agentrl.check.check import attack_backend, backend_names
     from agentrl.sandbox.attacks import AttackResult
 
@@ -110,15 +110,15 @@ def sandbox_attack(
 
 
 def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
-    """The task family and the sandbox settings that a folder of task folders, or a recipe file, means."""
+    """The task family and the sandbox settings of a folder of task folders, or of a recipe file."""
     from agentrl.check.family_source import FamilySource
 
     if target.is_dir():
         if overrides:
-            raise UserError(f"{overrides[0]}: a folder has no recipe to override", fix="write a recipe with tasks.family, and check that")
+            raise UserError(f"{overrides[0]}: a folder of tasks takes no overrides", fix="write a recipe with tasks.family, and check that")
         root = project_root(target.resolve() / "task")
         source = FamilySource(tasks=TasksConfig(family=str(target.resolve())), root=root)
-        source.open()  # before the backend's name is looked at: a mistake in a folder is told first
+        source.open()  # report errors of the folder before those of the backend
         return source, _sandbox_config(backend or "auto")
     root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
     return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, tools=loaded.tools), loaded.sandbox
@@ -128,4 +128,4 @@ def _sandbox_config(backend: str) -> SandboxConfig:
     try:
         return SandboxConfig.model_validate({"backend": backend})
     except ValidationError:
-        raise UserError(f"no sandbox backend {backend!r}", fix="use docker, bubblewrap, auto or a reference") from None
+        raise UserError(f"there is no sandbox backend {backend!r}", fix="use docker, bubblewrap, auto or a reference") from None

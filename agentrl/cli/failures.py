@@ -1,4 +1,4 @@
-"""`agentrl failures`: the failures of a run, listed, read, named, clustered, and made regression cases."""
+"""`agentrl failures`: lists, shows, tags, clusters, promotes, minimizes, imports and exports captured failures."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
 
 failures_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-RunFolder = Annotated[Path, typer.Argument(help="Run folder, or any that holds captured failures.")]
-OfTag = Annotated[str, typer.Option("--tag", help="Only those with this tag.")]
-OfKind = Annotated[str, typer.Option("--kind", help="Only those of this kind of task.")]
-OfPhase = Annotated[str, typer.Option("--phase", help="Only those of this phase: train, before, step8, after, ...")]
-OfVersion = Annotated[int | None, typer.Option("--version", help="Only those whose newest tokens this policy version sampled.")]
-OfWhy = Annotated[str, typer.Option("--why", help="Only those kept for this: failed, hacked, timeout, limit, regressed, fault, imported.")]
-Rules = Annotated[list[str] | None, typer.Option("--rules", help="Rules of yours, module:attr or ./file.py:attr, asked first.")]
-_TELL_EVERY = 500  # traces between two words of progress
-_BATCH = 100  # traces that are in memory at once
-_LEAST_QUESTION = 12  # characters of a question that say anything
-_TOLD = 20  # of what could not be read
+RunFolder = Annotated[Path, typer.Argument(help="Run folder, or any folder with captured failures.")]
+OfTag = Annotated[str, typer.Option("--tag", help="Only traces with this tag.")]
+OfKind = Annotated[str, typer.Option("--kind", help="Only traces of this kind of task.")]
+OfPhase = Annotated[str, typer.Option("--phase", help="Only traces of this phase: train, before, step8, after, ...")]
+OfVersion = Annotated[int | None, typer.Option("--version", help="Only traces whose last tokens were sampled by this policy version.")]
+OfWhy = Annotated[
+    str, typer.Option("--why", help="Only traces captured for this reason: failed, hacked, timeout, limit, regressed, fault, imported.")
+]
+Rules = Annotated[list[str] | None, typer.Option("--rules", help="Your own rules, module:attr or ./file.py:attr, which are applied first.")]
+_REPORT_EVERY = 500  # traces between two progress messages
+_BATCH = 100  # traces in memory at a time
+_MIN_QUESTION = 12  # characters of a question worth showing
+_SHOWN = 20  # unreadable documents
 T = TypeVar("T")
 
 
@@ -52,10 +54,10 @@ def list_failures(
     phase: OfPhase = "",
     version: OfVersion = None,
     why: OfWhy = "",
-    most: Annotated[int, typer.Option(min=0, help="Traces listed, the newest; counts are of all.")] = 20,
+    most: Annotated[int, typer.Option(min=0, help="Number of newest traces to list. The counts cover all.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
-    """Count the failures of a run by tag, kind, version and phase, and list the newest of those that are kept."""
+    """Count the failures of a run by tag, kind, version and phase, and list the newest traces."""
     from agentrl.failure.digest import build_digest
     from agentrl.failure.render import one_line
 
@@ -70,11 +72,11 @@ def list_failures(
         print(json.dumps({**digest, "kinds": dict(kinds), "matching": matching, "traces": [asdict(row) for row in rows]}))
         return
     print(
-        f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces are kept, {digest['dropped']} made room"
+        f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces are stored, {digest['dropped']} were dropped"
     )
     tables = (
         ("tag", digest["tags"]),
-        ("kept for", digest["why"]),
+        ("reason", digest["why"]),
         ("kind", dict(kinds.most_common())),
         ("phase", {one["phase"]: sum(one["tags"].values()) for one in digest["phases"]}),
         ("version, in training", {str(one["version"]): sum(one["tags"].values()) for one in digest["versions"]}),
@@ -86,56 +88,60 @@ def list_failures(
     wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for row in rows:
         score = "-" if row.score is None else f"{row.score:g}"
-        told = f"{one_line(row.id, 40):14} {one_line(row.tag, 24):19} {row.why:9} {one_line(row.phase, 12):6} v{row.version:<3} {score:>5}"
-        room = wide - len(told) - 2 if wide else 60
-        print(f"{told}  {one_line(row.question, room)}" if room >= _LEAST_QUESTION else told)
+        columns = (
+            f"{one_line(row.id, 40):14} {one_line(row.tag, 24):19} {row.why:9} {one_line(row.phase, 12):6} v{row.version:<3} {score:>5}"
+        )
+        room = wide - len(columns) - 2 if wide else 60
+        print(f"{columns}  {one_line(row.question, room)}" if room >= _MIN_QUESTION else columns)
     if len(rows) < matching:
-        print(f"the newest {len(rows)} of {matching} traces; all of them: --most {matching}")
+        print(f"the newest {len(rows)} of {matching} traces; to list all: --most {matching}")
 
 
 @failures_app.command("show", epilog="Example: agentrl failures show runs/quickstart g000012-3-a0")
 def show(
-    run: RunFolder, trace: Annotated[str, typer.Argument(help="Id of a trace, as `list` shows it.")], as_json: JsonFlag = False
+    run: RunFolder,
+    trace: Annotated[str, typer.Argument(help="Id of a trace, as printed by `agentrl failures list`.")],
+    as_json: JsonFlag = False,
 ) -> None:
-    """Show a trace whole: what was asked, every turn with calls and outputs, the failing one marked, score and evidence."""
+    """Show one trace: the prompt, every turn with calls and outputs, the failing turn, the score and its evidence."""
     from agentrl.failure.render import render_trace
     from agentrl.records import codec
 
     with _opened(run) as collection:
         found = collection.get(trace)
     if found is None:
-        raise UserError(f"{run} has no trace {trace!r}", fix=f"agentrl failures list {run} shows them")
+        raise UserError(f"{run} has no trace {trace!r}", fix=f"list the traces: agentrl failures list {run}")
     print(json.dumps(json.loads(codec.to_json(found))) if as_json else render_trace(found))
 
 
 @failures_app.command("tag", epilog="Example: agentrl failures tag runs/quickstart g000012-3-a0 --as misread_output --turn 2")
 def tag_failures(
     run: RunFolder,
-    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: all that the filters leave.")] = None,
-    name: Annotated[str, typer.Option("--as", help="A tag that you give. Without it the rules are asked again.")] = "",
-    turn: Annotated[int | None, typer.Option(min=1, help="The turn where it shows first, counted from 1, with --as.")] = None,
-    trajectory: Annotated[int, typer.Option(min=0, help="The trajectory of that turn.")] = 0,
-    note: Annotated[str, typer.Option(help="What you saw, with --as.")] = "",
+    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. Default: all that match the filters.")] = None,
+    name: Annotated[str, typer.Option("--as", help="Tag to set by hand. Without it, the rules are applied again.")] = "",
+    turn: Annotated[int | None, typer.Option(min=1, help="With --as: the turn where the failure starts, counted from 1.")] = None,
+    trajectory: Annotated[int, typer.Option(min=0, help="With --as: the trajectory of that turn.")] = 0,
+    note: Annotated[str, typer.Option(help="With --as: a comment.")] = "",
     rules: Rules = None,
-    judge: Annotated[str, typer.Option("--judge", help="A judge that is asked where no rule is sure: a FailureJudge, module:attr.")] = "",
+    judge: Annotated[str, typer.Option("--judge", help="FailureJudge to ask if no rule is sure, module:attr.")] = "",
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Name failures: by rules, yours and the shipped, then by a judge, or by hand. What a person says stays, and counts before all else."""
+    """Tag failures with rules, a judge, or by hand. Tags set by hand are kept and take precedence."""
     from agentrl.failure.digest import write_digest
     from agentrl.failure.trace import Tag
     from agentrl.failure.triage import check_tag_name
 
     if name and (rules or judge):
-        raise UserError("--as gives a tag by hand, --rules and --judge ask others", fix="leave one of them out")
+        raise UserError("--as sets a tag by hand and cannot be combined with --rules or --judge", fix="omit one of them")
     if not name and (turn is not None or trajectory or note):
-        raise UserError("--turn, --trajectory and --note belong to a tag that you give", fix="add --as NAME")
+        raise UserError("--turn, --trajectory and --note need --as", fix="add --as NAME")
     by_hand = None
     if name:
         if not traces:
-            raise UserError("--as names single traces", fix="give their ids")
+            raise UserError("--as needs ids of traces", fix="give their ids")
         try:
             by_hand = Tag(
                 name=check_tag_name(name), by=f"person:{_me()}", trajectory=trajectory, turn=None if turn is None else turn - 1, note=note
@@ -152,7 +158,7 @@ def tag_failures(
                     changed[row.id] = by_hand.name
             else:
                 changed = asyncio.run(_named(collection, wanted, _rules(rules), judge))
-    finally:  # what was named before an interrupt, or a judge that gave up, is named
+    finally:  # tags set before an interrupt or a failing judge are kept
         write_digest(run)
     if as_json:
         print(json.dumps(changed))
@@ -162,7 +168,7 @@ def tag_failures(
 
 
 async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:
-    """Asks rules, and the judge where none is sure, about every trace that is wanted: id -> what they name it."""
+    """Tags all selected traces with the rules, and with the judge if no rule is sure. Returns trace id -> tag."""
     from agentrl.failure.triage import UNCLASSIFIED, merge_tags, tag_by_judge, tag_by_rules
     from agentrl.judge.failure_judge import load_failure_judge
 
@@ -179,18 +185,18 @@ async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[Tr
             for (row, _), tags in zip(some, said, strict=True):
                 unsure += tags[0].name == UNCLASSIFIED or tags[0].by != "rules"
                 now = collection.get(row.id)
-                if now is None:  # it made room meanwhile
+                if now is None:  # dropped in the meantime
                     continue
-                every = merge_tags(tags, now.tags)  # which a person may have added to while the judge was asked
+                every = merge_tags(tags, now.tags)  # a user may have added tags while the judge answered
                 collection.tag(row.id, every)
                 changed[row.id] = every[0].name
         if judge is not None and before is not None:
             more = judge.spent().minus(before)
             money = f", money {more.money:g}" if more.money else ""
             beyond, tokens = unsure - more.calls - more.cached, more.prompt_tokens + more.completion_tokens
-            asked = f"{more.calls} questions to the judge, {more.cached} answered before, {beyond} beyond its budget"
-            lost = f"{more.abstained} abstentions, {more.unreadable} verdicts that cannot be read, {more.failed} without an answer"
-            print(f"no rule was sure of {unsure}: {asked}; {lost} ({tokens:,} tokens{money})", file=sys.stderr)
+            asked = f"{more.calls} calls of the judge, {more.cached} cached answers, {beyond} beyond its budget"
+            lost = f"{more.abstained} abstentions, {more.unreadable} unreadable verdicts, {more.failed} failed calls"
+            print(f"no rule was sure about {unsure} traces: {asked}; {lost} ({tokens:,} tokens{money})", file=sys.stderr)
     finally:
         if judge is not None:
             await judge.close()
@@ -203,12 +209,14 @@ def cluster(
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
-    most: Annotated[int, typer.Option(min=1, help="Clusters shown, the largest.")] = 12,
-    alike: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Least likeness within a cluster.")] = None,
-    embed: Annotated[bool, typer.Option("--embed", help="Compare by a small language model: needs the extra [clusters].")] = False,
+    most: Annotated[int, typer.Option(min=1, help="Number of largest clusters to show.")] = 12,
+    alike: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Lowest similarity within a cluster.")] = None,
+    embed: Annotated[
+        bool, typer.Option("--embed", help="Compare with embeddings of a small language model. Needs the extra [clusters].")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Put failures that are alike together, by tags, tools and errors (or by embeddings), the largest clusters first."""
+    """Cluster similar failures by tags, tools and errors, or by embeddings; the largest clusters first."""
     from agentrl.failure.clusters import MIN_EMBEDDING_SIMILARITY, MIN_SIMILARITY, cluster_traces, trace_features
     from agentrl.failure.features import describe_trace
     from agentrl.failure.render import one_line
@@ -242,41 +250,39 @@ def cluster(
 @failures_app.command("promote", epilog="Example: agentrl failures promote runs/quickstart --tag looped --most 20 --into evals/loops")
 def promote_failures(
     run: RunFolder,
-    into: Annotated[Path, typer.Option("--into", help="Folder of the suite; made where there is none.")],
-    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: those that the filters leave.")] = None,
+    into: Annotated[Path, typer.Option("--into", help="Folder of the suite, created if needed.")],
+    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. Default: those that match the filters.")] = None,
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
     version: OfVersion = None,
-    most: Annotated[int | None, typer.Option(min=1, help="At most so many of those that the filters leave, the newest.")] = None,
-    note: Annotated[str, typer.Option(help="Why these are worth keeping.")] = "",
-    threshold: Annotated[float | None, typer.Option(help="Mean score that the attempts at each must reach. Default: the best, 1.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts at each. Default: what the suite says.")] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="Largest number of traces that match the filters; the newest are used.")] = None,
+    note: Annotated[str, typer.Option(help="Comment stored in the cases.")] = "",
+    threshold: Annotated[float | None, typer.Option(help="Mean score that the attempts at a case must reach. Default: 1.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts per case. Default: as set in the suite.")] = None,
     from_turn: Annotated[
-        str, typer.Option("--from-turn", help="Begin at this turn, counted from 1, or at the `failing` one that the tag names.")
+        str, typer.Option("--from-turn", help="Start the cases at this turn, counted from 1, or at the `failing` turn of the tag.")
     ] = "",
-    verifier: Annotated[
-        list[str] | None, typer.Option("--verifier", help="For imported traces: verifier of an answer, module:attr.")
-    ] = None,
-    truths: Annotated[Path | None, typer.Option(help='For imported traces: file of lines {"trace": "ID", "truth": "412"}.')] = None,
-    truth_from: Annotated[str, typer.Option(help="For imported traces: key of their origin that holds the right answer.")] = "",
+    verifier: Annotated[list[str] | None, typer.Option("--verifier", help="For imported traces: verifier, module:attr.")] = None,
+    truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file of {"trace": "ID", "truth": "412"}.')] = None,
+    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the origin with the right answer.")] = "",
     tools: Annotated[
-        list[str] | None, typer.Option("--tools", help="For imported traces: stub in place of the recorded results, module:attr.")
+        list[str] | None, typer.Option("--tools", help="For imported traces: tool that replaces the recorded results, module:attr.")
     ] = None,
-    image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for stubs and verifiers that use a sandbox.")] = "",
+    image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Make regression cases of traces: their tasks, frozen, with where they come from. A task that the suite has is not added again.
+    """Turn traces into regression cases. A case holds the task and its origin. Tasks that are already in the suite are skipped.
 
-    An imported trace becomes a case with --verifier and a truth: its prompt is what the user asked, and its tools return recorded results.
+    An imported trace needs --verifier and a truth. Its prompt is the message of the user, and its tools return the recorded results.
 
-    With --from-turn the episode is played again in a live sandbox up to that turn, and captured there: the case samples from there on.
+    With --from-turn the episode is replayed in a live sandbox up to that turn, and the case starts there.
     """
     from agentrl.failure.imported import UserParts, describe_excluded_messages, read_truths
     from agentrl.failure.promote import promote
 
     if not traces and not (tag or kind or phase or version is not None or most):
-        raise UserError("which traces?", fix="give their ids, or filters such as --tag misread_output --most 20")
+        raise UserError("no traces are selected", fix="give ids, or filters such as --tag misread_output --most 20")
     supplied = None
     if verifier or truths or truth_from or tools or image:
         known = read_truths(truths) if truths is not None else {}
@@ -284,7 +290,7 @@ def promote_failures(
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
         chosen = selected = collection.rows(wanted, most=-1 if most is None else most, newest=True)
-        if not traces:  # of a selection, what cannot be a case is left out; of named traces it is an error
+        if not traces:  # traces that cannot become cases are skipped in a selection; given by id they raise an error
             chosen = [row for row in selected if row.why != "fault" and (row.task_key or supplied is not None)]
         _check_all_there(run, wanted.ids, chosen)
         found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
@@ -308,7 +314,7 @@ def promote_failures(
         )
     else:
         print("\n".join(one.summary for one in done))
-        print(f"{written} new cases in {into}; {len(done) - written} were there. Never train on them: tasks.withhold='[\"{into}\"]'")
+        print(f"{written} new cases in {into}; {len(done) - written} exist already. Do not train on them: tasks.withhold='[\"{into}\"]'")
 
 
 def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
@@ -316,10 +322,10 @@ def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
     if not selected:
         return UserError(f"{run} has no trace that matches these filters", fix=f"agentrl failures list {run} shows all traces")
     faults = sum(row.why == "fault" for row in selected)
-    reasons = {"ended in a fault, which says nothing about the policy": faults, "hold no task to try again": len(selected) - faults}
-    told = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
+    reasons = {"ended in a fault, not a failure of the policy": faults, "have no task": len(selected) - faults}
+    text = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
     return UserError(
-        f"none of the {len(selected)} traces that match these filters can become a case: {told}",
+        f"none of the {len(selected)} traces that match these filters can become a case: {text}",
         fix="select other traces; imported traces need --verifier, and --truths FILE or --truth-from KEY",
     )
 
@@ -329,18 +335,18 @@ def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
 )
 def minimize(
     suite: Annotated[Path, typer.Argument(help="Folder of the suite.")],
-    case: Annotated[str, typer.Argument(help="Id of a case in it, which is replaced by the smaller one.")],
-    recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family has the gold solution that proves smaller tasks.")],
-    policy: Annotated[str, typer.Option(help="Who fails it: a model folder, RUN@VERSION, or module:attr.")],
+    case: Annotated[str, typer.Argument(help="Id of a case in it. The smaller case replaces it.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe file with the task family, whose gold solution checks the smaller tasks.")],
+    policy: Annotated[str, typer.Option(help="Policy that fails the case: a model folder, RUN@VERSION, or module:attr.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.temperature=0.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=3, max=100, help="Attempts at each smaller task.")] = 6,
-    budget: Annotated[int, typer.Option(min=12, max=100_000, help="Attempts in all.")] = 240,
-    run_dir: Annotated[Path | None, typer.Option(help="Where logs go. Default: runs/SUITE-eval, -eval-2, ...")] = None,
+    repeats: Annotated[int, typer.Option(min=3, max=100, help="Attempts per smaller task.")] = 6,
+    budget: Annotated[int, typer.Option(min=12, max=100_000, help="Largest total number of attempts.")] = 240,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder for logs. Default: runs/SUITE-eval, runs/SUITE-eval-2, ...")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a case smaller while the policy still fails it: fewer messages, files and lines, each proven to be solvable."""
+    """Remove messages, files and lines from a case while the policy still fails it and the gold solution still solves it."""
     from agentrl.check.minimize import minimize_case
     from agentrl.cli.recipes import load_recipe
     from agentrl.evaluation.policies import find_policy
@@ -352,61 +358,63 @@ def minimize(
     opened, found = load_case(suite, case)
     family = open_family(loaded.tasks, seed=loaded.seed, root=root)
     with prepare_evaluation(find_policy(policy), [replace(opened, cases=(found,))], overrides=overrides or [], run_dir=run_dir) as given:
-        made, told = asyncio.run(minimize_case(given, found, family, repeats=repeats, budget=budget))
-    path = save_case(suite, made)
-    print(json.dumps({"case": made.id, "path": str(path), "told": told}) if as_json else f"{path}: {told}")
+        smaller, summary = asyncio.run(minimize_case(given, found, family, repeats=repeats, budget=budget))
+    path = save_case(suite, smaller)
+    print(json.dumps({"case": smaller.id, "path": str(path), "summary": summary}) if as_json else f"{path}: {summary}")
 
 
 @failures_app.command("import", epilog="Example: agentrl failures import runs/support spans.jsonl --format otel")
 def import_failures(
-    run: Annotated[Path, typer.Argument(help="Folder that takes the traces: a run's, or any; made where there is none.")],
-    path: Annotated[Path, typer.Argument(help="File of traces, or a folder of them.")],
-    form: Annotated[str | None, typer.Option("--format", help="openai, otel or atif. Default: known by the content.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder for the traces: a run folder or any other, created if needed.")],
+    path: Annotated[Path, typer.Argument(help="File or folder with traces.")],
+    form: Annotated[str | None, typer.Option("--format", help="openai, otel or atif. Default: detected from the content.")] = None,
     rules: Rules = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take in traces of other people's agents, named by rules. What cannot be read is told, and the rest is taken."""
+    """Import traces of third-party agents and tag them with rules. Unreadable documents are reported and skipped."""
     from agentrl.failure.collection import Collection
     from agentrl.failure.digest import write_digest
     from agentrl.failure.formats import UnreadableDocument, read
     from agentrl.failure.render import one_line
     from agentrl.failure.triage import tag_by_rules
 
-    asked, told, kept, seen = _rules(rules), 0, 0, 0
+    applied, unreadable, stored, seen = _rules(rules), 0, 0, 0
     for some in _batches(read(path, form)):
         traces = [one for one in some if not isinstance(one, UnreadableDocument)]
         for one in some:
             if isinstance(one, UnreadableDocument):
-                told += 1
-                if told <= _TOLD:
-                    print(f"left out: {one_line(str(one))}", file=sys.stderr)
+                unreadable += 1
+                if unreadable <= _SHOWN:
+                    print(f"excluded: {one_line(str(one))}", file=sys.stderr)
         seen += len(traces)
         if traces:
             with Collection(run, make=True) as collection:
-                kept += collection.add(
-                    replace(one, phase=one.phase or "imported", tags=one.tags or tag_by_rules(one, asked)) for one in traces
+                stored += collection.add(
+                    replace(one, phase=one.phase or "imported", tags=one.tags or tag_by_rules(one, applied)) for one in traces
                 )
-    if told > _TOLD:
-        print(f"left out: {told - _TOLD} more", file=sys.stderr)
+    if unreadable > _SHOWN:
+        print(f"excluded: {unreadable - _SHOWN} more", file=sys.stderr)
     if seen:
         write_digest(run)
-    lost = told + seen - kept
-    print(json.dumps({"kept": kept, "left_out": lost}) if as_json else f"{kept} traces are in {run}, {lost} were left out")
-    raise typer.Exit(0 if kept else 1)
+    excluded = unreadable + seen - stored
+    print(json.dumps({"stored": stored, "excluded": excluded}) if as_json else f"{stored} traces imported into {run}, {excluded} excluded")
+    raise typer.Exit(0 if stored else 1)
 
 
 @failures_app.command("export", epilog="Example: agentrl failures export runs/quickstart loops.jsonl --tag looped --format atif")
 def export_failures(
     run: RunFolder,
-    path: Annotated[Path, typer.Argument(help="A .jsonl file gets a document a line, any other name a folder with a file each.")],
-    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: all that the filters leave.")] = None,
+    path: Annotated[
+        Path, typer.Argument(help="A .jsonl file, with a document per line; any other name is a folder with a file per trace.")
+    ],
+    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. Default: all that match the filters.")] = None,
     form: Annotated[str, typer.Option("--format", help="atif or openai.")] = "atif",
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write traces in a format that other people's programs read."""
+    """Write traces in a third-party format."""
     from agentrl.failure.formats import write
 
     with _opened(run) as collection:
@@ -426,19 +434,19 @@ def _opened(run: Path) -> Iterator[Collection]:
     from agentrl.failure.collection import Collection
 
     if not run.is_dir():
-        raise UserError(f"no folder {run}", fix="give the folder of a run, such as runs/quickstart")
+        raise UserError(f"there is no folder {run}", fix="give the folder of a run, such as runs/quickstart")
     with Collection(run) as collection:
         yield collection
 
 
-def _wanted(*, ids: Sequence[str] | None = None, **asked: Any) -> TraceFilter:
+def _wanted(*, ids: Sequence[str] | None = None, **filters: Any) -> TraceFilter:
     from agentrl.failure.listing import TraceFilter
 
-    return TraceFilter(ids=tuple(ids or ()), **asked)
+    return TraceFilter(ids=tuple(ids or ()), **filters)
 
 
 def _each(collection: Collection, wanted: TraceFilter, doing: str) -> Iterator[tuple[TraceRow, Trace]]:
-    """Each trace in turn, with progress where there are many. One that is damaged is told and left out."""
+    """Yields each selected trace, with progress messages. A damaged trace is reported and skipped."""
     from agentrl.errors import StoreError
 
     rows = collection.rows(wanted)
@@ -447,17 +455,17 @@ def _each(collection: Collection, wanted: TraceFilter, doing: str) -> Iterator[t
         try:
             trace = collection.get(row.id)
         except StoreError as error:
-            print(f"left out: {error}", file=sys.stderr)
+            print(f"excluded: {error}", file=sys.stderr)
             continue
         if trace is not None:
             yield row, trace
-        if number % _TELL_EVERY == 0:
+        if number % _REPORT_EVERY == 0:
             print(f"{doing} {number} of {len(rows)}", file=sys.stderr)
 
 
 def _check_all_there(run: Path, ids: Sequence[str], rows: Sequence[TraceRow]) -> None:
     if missing := sorted(set(ids) - {row.id for row in rows}):
-        raise UserError(f"{run} has no trace {', '.join(missing[:8])}", fix=f"agentrl failures list {run} shows them")
+        raise UserError(f"{run} has no trace {', '.join(missing[:8])}", fix=f"list the traces: agentrl failures list {run}")
 
 
 def _rules(references: Sequence[str] | None) -> tuple[TriageRule, ...]:

@@ -1,4 +1,4 @@
-"""`agentrl history`: evaluations of suites over versions, as a table, and as a page with a plot."""
+"""`agentrl history`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ if TYPE_CHECKING:
 
 _NAME = 60  # characters
 _SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
-"""What two evaluations share that say something of their policies alone."""
+"""Settings that two evaluations must share to be comparable."""
 
 
 def history(
     evaluations: Annotated[
         list[str],
-        typer.Argument(help="Evaluations in order: their folders, RUN@VERSION of a gate, or runs: all versions of its gate, its suites."),
+        typer.Argument(help="Evaluations in order: folders, RUN@VERSION, or runs, which stand for all versions judged by their gate."),
     ],
-    out: Annotated[Path | None, typer.Option(help="A page to write, with a plot for each suite.")] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write, with a plot for each suite.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show suites over versions: pass@1 with its interval, pass@k, tokens, turns and time of an attempt, and what has changed between.
+    """Show the results of suites over policy versions: pass@1 with its interval, pass@k, and tokens, turns and time per attempt.
 
-    A change of suite, sampling or threshold is told, because then it is not the policy alone that differs. agentrl compare tells of two
-    of them whether they differ.
+    Changes of suite, sampling or threshold between two rows are marked. agentrl compare tests whether two evaluations differ.
     """
     from agentrl.observe.history import write_history_page
 
@@ -53,7 +52,7 @@ def history(
 
 
 def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHistory]:
-    """One for each suite, in the order in which they come."""
+    """The history of each suite, in the order of first appearance."""
     from agentrl.observe.history import HistoryRow, SuiteHistory
 
     rows: dict[str, list[HistoryRow]] = {}
@@ -84,7 +83,7 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
 
 
 def table(one: SuiteHistory) -> str:
-    """For a terminal: names to the left, figures to the right."""
+    """A history as a text table."""
     made = one.table()
     lines = [(made.title, *made.columns), *((name, *cells) for name, cells in made.rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
@@ -96,10 +95,10 @@ def table(one: SuiteHistory) -> str:
 
 
 def _expanded(named: str) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each evaluation that an argument means. Raises `UserError` where it means none."""
+    """Yields the name and folder of each evaluation that an argument refers to. Raises `UserError` if there is none."""
     run = Path(named)
     gate = sorted(path.parent for path in run.glob(f"{GATE}/*/{results.ABOUT}") if path.parent.name.isdecimal())
-    # What begins with a dot is not whole yet: the run may be at it, or was killed there.
+    # A name with a leading dot marks an incomplete evaluation.
     several = sorted(path.parent for path in run.glob(f"suites/*/{results.ABOUT}") if not path.parent.name.startswith("."))
     if gate:
         yield from ((f"{run.name}@{int(path.name)}", path) for path in gate)

@@ -1,4 +1,4 @@
-"""`agentrl judge` and `agentrl label`: whether a judge can be trusted, and the labels of people that tell."""
+"""`agentrl judge` and `agentrl label`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ judge_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 @judge_app.callback()
 def judges() -> None:
-    """Judges: measure one on people's labels, correct the rates that it gives."""
+    """Measure judges and correct their success rates."""
 
 
 @judge_app.command(
@@ -36,19 +36,17 @@ def judges() -> None:
 )
 def calibrate(
     judge: Annotated[str, typer.Argument(help="The judge, or any verifier: module:attr or ./file.py:attr.")],
-    labels: Annotated[list[Path], typer.Argument(help="Files of labels (agentrl label). Of several labellers the majority counts.")],
-    out: Annotated[Path | None, typer.Option(help="File to write, which Judge(calibration=...) names; its picture goes beside it.")] = None,
-    threshold: Annotated[float, typer.Option(help="A score of at least this says right.")] = 0.5,
-    parallel: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 8,
-    cache: Annotated[str | None, typer.Option(help="File that keeps the judge's answers, so that a second time costs nothing.")] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Recipe whose judges' servers are started for the measurement, for a judge that asks one.")
-    ] = None,
+    labels: Annotated[list[Path], typer.Argument(help="Label files of agentrl label. With several labellers the majority counts.")],
+    out: Annotated[Path | None, typer.Option(help="File to write, for Judge(calibration=...). A plot is written next to it.")] = None,
+    threshold: Annotated[float, typer.Option(help="Lowest score that means right.")] = 0.5,
+    parallel: Annotated[int, typer.Option(min=1, help="Number of answers at a time.")] = 8,
+    cache: Annotated[str | None, typer.Option(help="File that caches the answers of the judge.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe whose judge servers are started, for a judge that needs one.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and place, reliability, cost.
+    """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and position, reliability, cost.
 
-    Exits with 1 for a judge that is not shown to be better than chance.
+    Exits with 1 if the judge is not significantly better than chance.
     """
     from agentrl.judge.calibrate import calibrate as measure
     from agentrl.judge.calibration import save_calibration
@@ -81,20 +79,20 @@ def calibrate(
         write_atomically(out.with_suffix(".svg"), render_svg(report))
     print(json.dumps({**asdict(report.calibration), "more": report_data(report)}) if as_json else render_report(report))
     if out is not None:
-        print(f"{out} and {out.with_suffix('.svg')} are written", file=sys.stderr)
+        print(f"{out} and {out.with_suffix('.svg')} were written", file=sys.stderr)
         if not report.calibration.identity:
-            print("this verifier has no identity, so that no judge can demand this file", file=sys.stderr)
+            print("this verifier has no identity, so no judge can require this calibration", file=sys.stderr)
     raise typer.Exit(1 if report.calibration.may_be_chance else 0)
 
 
 @judge_app.command(epilog="Example: agentrl judge correct calibrations/helpful.json 830 1000")
 def correct(
-    calibration: Annotated[Path, typer.Argument(help="File of agentrl judge calibrate.")],
-    passed: Annotated[int, typer.Argument(help="Answers that the judge called right ...")],
-    total: Annotated[int, typer.Argument(help="... of so many that it gave a verdict on.")],
+    calibration: Annotated[Path, typer.Argument(help="Calibration file of agentrl judge calibrate.")],
+    passed: Annotated[int, typer.Argument(help="Number of answers that the judge called right.")],
+    total: Annotated[int, typer.Argument(help="Number of answers with a verdict.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """The success rate behind the one that a judge gives, by its sensitivity and specificity."""
+    """Estimate the true success rate from the rate of a judge, its sensitivity and its specificity."""
     from agentrl.judge.agreement import corrected_rate
     from agentrl.judge.calibration import load_calibration
 
@@ -106,25 +104,25 @@ def correct(
 
 
 def label(
-    run: Annotated[Path | None, typer.Argument(help="Run folder, whose episodes are shown.")] = None,
-    by: Annotated[str, typer.Option(help="Who labels. Default: the user's name.")] = "",
-    out: Annotated[Path | None, typer.Option(help="File of labels. Default: RUN/labels/BY.jsonl.")] = None,
-    phase: Annotated[str, typer.Option(help="Only episodes of this phase, such as after.")] = "",
-    blind: Annotated[bool, typer.Option("--blind", help="Do not show the reference.")] = False,
+    run: Annotated[Path | None, typer.Argument(help="Run folder.")] = None,
+    by: Annotated[str, typer.Option(help="Name of the labeller. Default: the user name.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Label file. Default: RUN/labels/BY.jsonl.")] = None,
+    phase: Annotated[str, typer.Option(help="Show only episodes of this phase, such as after.")] = "",
+    blind: Annotated[bool, typer.Option("--blind", help="Hide the reference answer.")] = False,
     agreement: Annotated[
-        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Two labellers' files: tell how far they agree, and stop.")
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Print the agreement of two label files, and stop.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Label a run's answers: each is shown, a key is the verdict, every verdict is kept at once and the next time goes on there.
+    """Label the answers of a run by hand. Each key press is a verdict and is saved immediately; a later call continues there.
 
-    A line of the file: {"question": ..., "answer": ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
+    A line of the label file: {"question": ..., "answer": ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
     """
     if agreement is not None:
         _agreement(*agreement, as_json=as_json)
         return
     if run is None:
-        raise UserError("whose episodes are to be labelled?", fix="agentrl label RUN, or agentrl label --agreement A B")
+        raise UserError("a run folder is missing", fix="agentrl label RUN, or agentrl label --agreement A B")
     from agentrl.judge.labelling import LabellingSession, labels_file, run_answers
 
     by = by or getpass.getuser()
@@ -146,7 +144,7 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
     one, other = ({item.item.id: item.right for item in read_labels([path])} for path in (first, second))
     pairs = [(mine, theirs) for key, mine in one.items() if mine is not None and (theirs := other.get(key)) is not None]
     if not pairs:
-        raise UserError(f"{first} and {second} have no answer in common", fix="label the same run, in the same phase")
+        raise UserError(f"{first} and {second} have no answer in common", fix="label the same phase of the same run")
     table = stats.AgreementTable.from_pairs(pairs)
     agree = stats.agreement(table)
     try:
@@ -156,18 +154,18 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"agreement": asdict(agree), "kappa": None if kappa is None else asdict(kappa), "table": asdict(table)}))
         return
-    print(f"{table.n} answers that both have labelled: both right {table.right_right}, both wrong {table.wrong_wrong},")
+    print(f"{table.n} answers with both labels: both right {table.right_right}, both wrong {table.wrong_wrong},")
     print(f"only {first.stem} says right {table.right_wrong}, only {second.stem} says right {table.wrong_right}")
     print(f"  agreement      {agree.value:.3f}   95% interval {agree.low:.3f} to {agree.high:.3f}")
     if kappa is None:
-        print("  Cohen's kappa: none, since both give one verdict on everything")
+        print("  Cohen's kappa  undefined, because both give the same verdict on every answer")
     else:
         print(f"  Cohen's kappa  {kappa.value:.3f}   95% interval {kappa.low:.3f} to {kappa.high:.3f}")
 
 
 @contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """Keys as they are pressed; where nobody sits at a terminal, the characters of standard input."""
+    """Yields key presses, or the characters of standard input if it is not a terminal."""
     pressed = iter(lambda: sys.stdin.read(1), "")
     if not sys.stdin.isatty():
         yield pressed
@@ -177,7 +175,7 @@ def _keys() -> Iterator[Iterator[str]]:
 
     handle = sys.stdin.fileno()
     before = termios.tcgetattr(handle)
-    tty.setcbreak(handle, termios.TCSADRAIN)  # for the whole sitting: between two keys a third one would be lost
+    tty.setcbreak(handle, termios.TCSADRAIN)  # for the whole session, or keys pressed in between would be lost
     try:
         yield pressed
     finally:
@@ -185,12 +183,12 @@ def _keys() -> Iterator[Iterator[str]]:
 
 
 async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, CalibrationReport]]) -> CalibrationReport:
-    """A measurement beside the judges' servers of a recipe."""
+    """Runs a measurement while the judge servers of a recipe are running."""
     from agentrl.session.judges_alone import standalone_judge_servers
 
     _, recipe = load_recipe(path, [])
     if not recipe.judge_servers:
-        raise UserError(f"{path} has no section judge_servers, so that it starts no server", fix="leave --recipe out, or add the section")
+        raise UserError(f"{path} has no section judge_servers", fix="omit --recipe, or add the section")
     async with standalone_judge_servers(recipe, root=root):
         return await measured()
 

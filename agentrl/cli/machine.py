@@ -1,4 +1,4 @@
-"""`agentrl doctor` and `agentrl init`: the machine, and a project on it."""
+"""`agentrl doctor` and `agentrl init`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.cli.options import JsonFlag
 
 
 def doctor(as_json: JsonFlag = False) -> None:
-    """Say what is there, what is missing, and the fix, a line each."""
+    """Check this machine and print how to fix what is missing."""
     from agentrl.cli import doctor as examine
 
     checks = examine.checks()
@@ -23,10 +23,10 @@ def doctor(as_json: JsonFlag = False) -> None:
 def init(
     target: Annotated[Path, typer.Argument(help="New folder.")],
     empty: Annotated[
-        bool, typer.Option("--empty", help="Omit the quickstart: write a small task family, a verifier, a recipe and a test as a template.")
+        bool, typer.Option("--empty", help="Create a minimal task family, verifier, recipe and test instead of the quickstart.")
     ] = False,
 ) -> None:
-    """Write a project of your own: task family, verifier, recipe and test, ready to train."""
+    """Create a project with a task family, verifier, recipe and test, ready to train."""
     from agentrl.cli.project import NEXT, init_project
 
     for path in init_project(target, target.resolve().name, empty=empty):

@@ -1,4 +1,4 @@
-"""`agentrl memory`: what the agents of a run noted and read, and whether anything went where it must not."""
+"""`agentrl memory`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import typer
 from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 
-_CLAIM = "nobody was shown notes of its own group, of a later version, of another split, or of an attempt at its own task"
-_TOLD = 10  # episodes that were shown an answer
+_CLAIM = "no episode read notes of its own group, of a later version, of another split, or of an attempt at the same task"
+_SHOWN = 10  # episodes that read an answer
 
 
 def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
-    """Show what is in a run's memory, and prove from its episodes that nobody was shown what an attempt at the same task wrote."""
+    """Show the notes of a run's agents, and check from its episodes that no agent read a note from an attempt at the same task."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -32,16 +32,16 @@ def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json
     print(f"version {report.version} of the memory")
     for scope, (notes, writers) in report.kept.items():
         print(f"  {_line(scope)}: {notes} notes of {writers} episodes")
-    print(f"{report.episodes} training episodes: {report.writers} wrote notes that count, {report.readers} were shown some")
-    print(f"{report.evaluated} episodes of evaluations: {report.evaluated_readers} were shown notes")
+    print(f"{report.episodes} training episodes: {report.writers} wrote notes, {report.readers} read some")
+    print(f"{report.evaluated} evaluation episodes: {report.evaluated_readers} read notes")
     print(f"{'ok  ' if report.ok else 'FAIL'}  {_CLAIM}")
     for why in report.examples:
         print(f"      {_line(why)}")
     if report.wrong > len(report.examples):
         print(f"      and {report.wrong - len(report.examples)} more")
     if report.answers:
-        print(f"note  {len(report.answers)} episodes were shown words with the answer to their own task, from other tasks:")
-    for one in report.answers[:_TOLD]:
+        print(f"note  {len(report.answers)} episodes read the answer to their own task in notes from other tasks:")
+    for one in report.answers[:_SHOWN]:
         print(f"      {_line(str(one['episode']))} ({_line(str(one['task']))}): {_line('; '.join(map(str, one['how'])))}")
     raise typer.Exit(0 if report.ok else 1)
 

@@ -1,4 +1,4 @@
-"""`agentrl model import`: a model from a folder, a GGUF file or an installed package."""
+"""`agentrl model import`."""
 
 from __future__ import annotations
 
@@ -26,37 +26,40 @@ _EXAMPLES = (
 
 @model_app.callback()
 def models() -> None:
-    """Models: import one that is served and trained exactly."""
+    """Import models."""
 
 
 @model_app.command("import", epilog=_EXAMPLES)
 def import_(
     source: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, a GGUF file, or one in an installed package: package:NAME, package:NAME/FILE.")
+        str,
+        typer.Argument(help="A Hugging Face folder, a GGUF file, or a model in an installed package: package:NAME or package:NAME/FILE."),
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make, for policy.model.")],
-    chat_template: Annotated[str | None, typer.Option(help=f"{', '.join(SHIPPED_TEMPLATES)}, or a file. Default: the model's own.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights that are written.")] = "float32",
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that DIR holds.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, for policy.model.")],
+    chat_template: Annotated[
+        str | None, typer.Option(help=f"{', '.join(SHIPPED_TEMPLATES)}, or a file. Default: the template of the model.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Data type of the written weights.")] = "float32",
+    force: Annotated[bool, typer.Option("--force", help="Replace a model in DIR.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a model folder of what is installed or downloaded already. What cannot be served and trained exactly is refused."""
+    """Import a model that is already installed or downloaded. Fails if the model cannot be served and trained exactly."""
     began = time.monotonic()
-    with undoing() as step, redirect_stdout(sys.stderr):  # libraries say things on stdout, which is for the result
+    with undoing() as step, redirect_stdout(sys.stderr):  # libraries print to stdout, which is for the result
 
-        def tell(stage: str) -> None:
+        def report(stage: str) -> None:
             step()
             print(f"{time.monotonic() - began:5.1f} s  {stage}", file=sys.stderr, flush=True)
 
-        made = import_model(source, folder, chat_template=chat_template, dtype=dtype, force=force, tell=tell)
-    record = made.record
+        imported = import_model(source, folder, chat_template=chat_template, dtype=dtype, force=force, tell=report)
+    record = imported.record
     if as_json:
-        print(json.dumps({"folder": str(made.folder), "fresh": made.fresh, **record}))
+        print(json.dumps({"folder": str(imported.folder), "fresh": imported.fresh, **record}))
         return
-    licence = record["licence"]["id"] or "not stated by its source: look it up before you share what you train"
-    print(f"{made.folder}{'' if made.fresh else ' holds this model already; nothing was done'}")
+    licence = record["licence"]["id"] or "not stated by the source; look it up before you share the trained model"
+    print(f"{imported.folder}{'' if imported.fresh else ' already holds this model'}")
     print(f"{record['model']['type']}, {record['model']['parameters']:,} parameters, {record['model']['dtype']}; licence: {licence}")
     if not record["chat_template"]["shows_tools"]:
-        print(f"its chat template shows a model no tools; for tasks with tools: --chat-template {SHIPPED_TEMPLATES[0]}")
+        print(f"the chat template cannot show tools; for tasks with tools add --chat-template {SHIPPED_TEMPLATES[0]}")
     elif "tool_format" in record["chat_template"]:  # not in the record of an import by an older version
         print(f"tool calls: {record['chat_template']['tool_format']}")

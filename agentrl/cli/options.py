@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")]
 
 
-def model_override(named: str | None) -> tuple[str, ...]:
-    """The override for what `--model` names: a folder, a version of a run (RUN@VERSION), or an id. None: no override."""
-    if named is None:
+def model_override(model: str | None) -> tuple[str, ...]:
+    """The recipe override for `--model`: a folder, a version of a run (RUN@VERSION), or a model id."""
+    if model is None:
         return ()
-    if (found := version_folder(named)) is not None:
-        return (f"policy.model={json.dumps(str(found[1]))}",)
-    return (f"policy.model={json.dumps(str(Path(named).resolve()) if Path(named).is_dir() else named)}",)
+    if (version := version_folder(model)) is not None:
+        return (f"policy.model={json.dumps(str(version[1]))}",)
+    return (f"policy.model={json.dumps(str(Path(model).resolve()) if Path(model).is_dir() else model)}",)

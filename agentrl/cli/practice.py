@@ -1,4 +1,4 @@
-"""`agentrl practice`: training tasks from the cases of a suite."""
+"""`agentrl practice`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _LINE = 1000  # characters
 
 
 def practice(
-    suite: Annotated[Path, typer.Argument(help="Folder of a suite; its practice.jsonl is written, or written anew.")],
-    recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family makes the tasks.")],
+    suite: Annotated[Path, typer.Argument(help="Folder of a suite. Its practice.jsonl is replaced.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family generates the tasks.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe.")] = None,
-    count: Annotated[int, typer.Option(min=1, max=10_000, help="Tasks for each case, at most.")] = 12,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed makes other tasks.")] = 0,
-    parallel: Annotated[int, typer.Option(min=1, help="Sandboxes at once.")] = 8,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="Largest number of tasks per case.")] = 12,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated tasks.")] = 0,
+    parallel: Annotated[int, typer.Option(min=1, help="Number of sandboxes at a time.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make training tasks from a suite's cases, prove each as `agentrl check` does, and keep those that hold.
+    """Generate training tasks from the cases of a suite, and keep those that pass the checks of agentrl check.
 
-    No task is a case of the suite, or of one that the recipe withholds, or a near twin of one. tasks.practice mixes them into a run.
+    No generated task equals, or nearly equals, a case of the suite or of another suite that the recipe withholds. tasks.practice adds them
+    to a run.
     """
     root, loaded = load_recipe(recipe, overrides or [])
     cases = load_suite(suite)
@@ -51,7 +52,7 @@ def practice(
             json.dumps({"file": None if path is None else str(path), "tasks": len(made.tasks), "cases": by_case, "refused": made.rejected})
         )
     else:
-        print(told(made, path))
+        print(render_report(made, path))
     raise typer.Exit(0 if by_case.keys() == {case.id for case in cases.cases} else 1)
 
 
@@ -77,11 +78,11 @@ async def _make(
         )
 
 
-def told(made: PracticeReport, path: Path | None) -> str:
-    """What was made, by case, and what was not and why."""
-    lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in made.by_case().items()]
-    lines += [f"refused, {case}: {why}" for case, why in made.rejected[:_REFUSED_SHOWN]]
-    if len(made.rejected) > _REFUSED_SHOWN:
-        lines.append(f"and {len(made.rejected) - _REFUSED_SHOWN:,} more refused; --json names them")
-    where = "nothing was proven, and nothing written" if path is None else f"{len(made.tasks):,} tasks in {path}"
+def render_report(report: PracticeReport, path: Path | None) -> str:
+    """The generated tasks by case, and the rejected ones with reasons."""
+    lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in report.by_case().items()]
+    lines += [f"rejected, {case}: {why}" for case, why in report.rejected[:_REFUSED_SHOWN]]
+    if len(report.rejected) > _REFUSED_SHOWN:
+        lines.append(f"and {len(report.rejected) - _REFUSED_SHOWN:,} more rejected tasks: see --json")
+    where = "no task passed the checks; no file was written" if path is None else f"{len(report.tasks):,} tasks in {path}"
     return "\n".join(printable(line, _LINE) for line in (*lines, where))

@@ -1,7 +1,8 @@
-"""Writing a project of the user's own from the quickstart's files. There is one copy of each: a wheel carries them under
-`agentrl/_project`, an editable install finds them at the root of the repository. Files that only such a project has (README,
-Makefile, test, ...) are templates in `agentrl/cli/template`, named like their result with `.in` added; `template_empty` has those of a
-project without the quickstart.
+"""`agentrl init`: creates a project from the files of the quickstart.
+
+A wheel has these files under `agentrl/_project`; an editable install uses those of the repository. Files that only a project has (README,
+Makefile, test, ...) are templates in `agentrl/cli/template`, with the suffix `.in`; `template_empty` is for a project without the
+quickstart.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ NEXT = {
     False: ("agentrl doctor", "agentrl check recipes/quickstart.py", "agentrl train recipes/quickstart.py"),
     True: ("agentrl doctor", "python -m pytest", "agentrl check recipes/mine.py", "agentrl train recipes/mine.py"),
 }
-"""Whether a new project is empty -> the next commands."""
+"""The next commands to print: for a project with the quickstart (False) and an empty one (True)."""
 _BOTH = ("pyproject.toml", ".gitignore")
 
 
 def init_project(target: Path, name: str, *, empty: bool = False) -> list[Path]:
-    """Writes a project that trains at once into `target`, a new or empty folder; returns the files written, sorted.
+    """Creates a project in `target`, a new or empty folder. Returns the written files, sorted.
 
-    `empty`: a family, a verifier, a recipe and a test of a few lines each, in place of the quickstart's.
+    Args:
+        empty: write a minimal family, verifier, recipe and test instead of the quickstart.
 
-    Raises `UserError` when the folder holds something, is a file, or cannot be written, and when `name` has no letter or digit.
+    Raises:
+        UserError: the folder is not empty, is a file or cannot be written, or `name` has no letter or digit.
     """
     shown = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
     if not shown:

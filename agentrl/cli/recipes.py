@@ -1,4 +1,4 @@
-"""The recipe that a command is given, and the project that it belongs to."""
+"""Loading the recipe of a command."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentrl.plugins.references import project_root as project_root
 
 
 def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
-    """The project root and the recipe of a file, with overrides laid over it; the root is put on `sys.path`."""
+    """Loads a recipe file with overrides. Returns the root of its project, which is added to `sys.path`, and the recipe."""
     if not path.is_file():
         raise RecipeError(f"no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
     root = project_root(path)
     add_project_root(root)
-    found = resolve(f"{path.resolve()}:recipe")
-    if not isinstance(found, Recipe):
-        raise RecipeError(f"{path}: `recipe` is {type(found).__name__}, not agentrl.Recipe", fix="write recipe = Recipe(...)")
-    return root, apply_overrides(found, overrides)
+    recipe = resolve(f"{path.resolve()}:recipe")
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"{path}: `recipe` is {type(recipe).__name__}, not agentrl.Recipe", fix="write recipe = Recipe(...)")
+    return root, apply_overrides(recipe, overrides)

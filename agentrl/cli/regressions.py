@@ -1,4 +1,4 @@
-"""`agentrl eval SUITE ... --policy POLICY`: suites of cases without a recipe, and an exit code that says whether every case passes."""
+"""`agentrl eval SUITE ... --policy POLICY`: evaluates suites of cases without a recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from agentrl.base import files
 from agentrl.cli.running import loading
-from agentrl.cli.suites import rates, told
+from agentrl.cli.suites import rates, with_judge_costs
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite, load_suites
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agentrl.evaluation.policies import NamedPolicy
     from agentrl.evaluation.regressions import PreparedEvaluation, SuiteEvaluation
 
-_SHOWN = 12  # cases that did not pass, told in full
+_SHOWN = 12  # failed cases with details
 _LISTED = 40  # rows of the table
 
 
@@ -43,14 +43,14 @@ def evaluate_suites_command(
     pinning: bool,
     as_json: bool,
 ) -> None:
-    """Evaluates the suites, prints the verdicts, and ends the command with 1 if a case did not pass.
+    """Evaluates suites, prints the results, and exits with 1 if a case did not pass.
 
     Args:
-        policy: None means the one that the suites record.
+        policy: None means the policy recorded in the suites.
     """
     suites = suites_in(named)
     if junit_file is not None and (junit_file.is_dir() or not junit_file.parent.is_dir()):
-        raise UserError(f"--junit {junit_file}: no file can be written there", fix="give a file in a folder that exists")
+        raise UserError(f"--junit {junit_file}: cannot write there", fix="give a file in an existing folder")
     with loading():
         from agentrl.evaluation.junit import junit_xml
         from agentrl.evaluation.policies import project_of, recorded_policy
@@ -65,7 +65,7 @@ def evaluate_suites_command(
     if junit_file is not None:
         files.write_atomically(junit_file, junit_xml(outcomes, folder=given.start.folder, policy=policy.name, at=done[0].results.about.at))
     if pinning:
-        print(f"{pin_baselines(done)} cases have these results as their baseline", file=sys.stderr)
+        print(f"{pin_baselines(done)} cases store these results as their baseline", file=sys.stderr)
     if code := exit_code(outcomes):
         raise typer.Exit(code)
 
@@ -75,11 +75,11 @@ def evaluate_recipe(
 ) -> None:
     """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints the result.
 
-    Raises `UserError` for a model, because `--model` evaluates it.
+    Raises `UserError` for a model, which `--model` evaluates.
     """
     if policy.served:
         raise UserError(
-            f"--policy {policy.name} is a model, and with a recipe --policy takes only a URL or module:attr",
+            f"--policy {policy.name} is a model; with a recipe, --policy takes a URL or module:attr",
             fix=f"agentrl eval RECIPE --model {policy.name}",
         )
     with loading():
@@ -95,7 +95,7 @@ def evaluate_recipe(
 
 
 def _evaluated(given: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvaluation, ...]:
-    """Runs the evaluation and prints its table, or JSON."""
+    """Runs an evaluation and prints its table, or JSON."""
     from agentrl.evaluation.regressions import evaluate_suites
     from agentrl.session.measure import judge_costs
 
@@ -108,18 +108,18 @@ def _evaluated(given: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvalua
             raise
         raise typer.Exit(report_error(error, folder=folder)) from None
     asked = judge_costs(folder)
-    print(json.dumps(summary(done, folder) | {"judges": asked}) if as_json else told(table(done, folder), asked))
+    print(json.dumps(summary(done, folder) | {"judges": asked}) if as_json else with_judge_costs(table(done, folder), asked))
     return done
 
 
 def suites_in(named: Sequence[str]) -> list[Suite]:
-    """The suites of folders, each once. Raises `UserError` for a folder without one."""
+    """Loads the suites in folders, without duplicates. Raises `UserError` for a folder without a suite."""
     found = {suite.folder.resolve(): suite for one in named for suite in load_suites(Path(one))}
     return list(found.values())
 
 
 def summary(done: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
-    """Evaluations for programs."""
+    """Evaluations as JSON data."""
     from agentrl.evaluation.outcomes import CaseStatus, worst_first
 
     outcomes = [outcome for one in done for outcome in one.outcomes]
@@ -140,7 +140,7 @@ def summary(done: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
 
 
 def table(done: Sequence[SuiteEvaluation], folder: Path) -> str:
-    """Evaluations for a person: every case, those that did not pass first and told in full, then the figures of each suite."""
+    """Evaluations as text: the cases, failed ones first and in detail, then the figures of each suite."""
     from agentrl.evaluation.outcomes import CaseStatus, detail_lines, show_command, summary_line, worst_first
 
     several = len(done) > 1
@@ -151,7 +151,7 @@ def table(done: Sequence[SuiteEvaluation], folder: Path) -> str:
         if one.status is not CaseStatus.PASSED and number < _SHOWN:
             lines += [f"          {row}" for row in [*detail_lines(one), show_command(one, folder)]]
     if len(outcomes) > _LISTED:
-        lines.append(f"and {len(outcomes) - _LISTED} more cases: --json has all of them")
+        lines.append(f"and {len(outcomes) - _LISTED} more cases: see --json")
     for suite in done:
         counts = [sum(one.status is kind for one in suite.outcomes) for kind in (CaseStatus.PASSED, CaseStatus.FAILED, CaseStatus.UNSCORED)]
         unscored = f", {counts[2]} unscored" if counts[2] else ""
@@ -161,5 +161,5 @@ def table(done: Sequence[SuiteEvaluation], folder: Path) -> str:
 
 
 def name_of(one: CaseOutcome, several: bool) -> str:
-    """A case's name, with its suite's where there are several."""
+    """The name of a case, prefixed with its suite if there are several."""
     return f"{one_line(one.suite, 60)}/{one.case.id}" if several else one.case.id

@@ -1,4 +1,4 @@
-"""Around a run: its folder, the checks before anything starts, and what a person is told when it ends in an error."""
+"""Contexts of commands that run something: interrupts, the run folder, and error reports."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Around the imports that take seconds: nothing runs yet, so ctrl-C ends the process there and then.
+    """Context of slow imports, in which ctrl-C ends the process immediately.
 
-    Python would raise inside whatever is being imported, and there an interrupt can get lost.
+    Otherwise Python would raise inside an imported module, which may swallow the interrupt.
     """
     before = signal.signal(signal.SIGINT, _leave)
     try:
@@ -48,27 +48,28 @@ def loading() -> Iterator[None]:
 
 @contextmanager
 def undoing() -> Iterator[Callable[[], None]]:
-    """Around work that undoes itself when ctrl-C ends it. Yields what to call between its steps: an interrupt that got lost in an import
-    is raised again there. A second ctrl-C ends the process there and then.
+    """Context of work that cleans up after ctrl-C. A second ctrl-C ends the process immediately.
+
+    Yields a function to call between steps, which raises an interrupt again if an import swallowed it.
     """
-    asked = False
+    interrupted = False
 
     def interrupt(*_: object) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal interrupted
+        if interrupted:
             os._exit(130)
-        asked = True
+        interrupted = True
         raise KeyboardInterrupt
 
     def step() -> None:
-        if asked:
+        if interrupted:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield step
     except KeyboardInterrupt:
-        print("stopped; nothing was made", file=sys.stderr)
+        print("stopped; nothing was written", file=sys.stderr)
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGINT, before)
@@ -76,7 +77,7 @@ def undoing() -> Iterator[Callable[[], None]]:
 
 def _leave(*_: object) -> NoReturn:
     with suppress(OSError):
-        os.write(2, b"\nstopped before anything was started\n")
+        os.write(2, b"\nstopped before the start\n")
     os._exit(130)
 
 
@@ -91,15 +92,16 @@ def run_folder(
     resume: bool = False,
     verb: str = "train",
 ) -> Iterator[tuple[RunStart, Recipe, PreflightResult]]:
-    """Around a run: its folder, held by this process alone, its recipe, and what was found by all the checks that are cheap.
+    """Context of a run: locks its folder, loads its recipe, and runs the preflight checks.
 
-    `given` are the overrides on the command line; a resumed run's earlier ones lie below them. An error that leaves this block is
-    told to the person, and ends the command. A terminal that closes does not end it.
+    An error in the block is reported and ends the command. The run survives the loss of its terminal.
 
     Args:
-        verb: the command, which is `train`, `eval` or `sample`. An evaluation cannot be resumed.
+        given: overrides of the command line. For a resumed run they are applied after its earlier overrides.
+        wanted: the run folder; None means the first free one.
+        verb: the command: `train`, `eval` or `sample`. An evaluation cannot be resumed.
     """
-    named = written if resume else apply_overrides(written, list(given))  # a typo is told before a folder is made
+    named = written if resume else apply_overrides(written, list(given))  # report a wrong override before creating a folder
     name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
     suffix, evaluating = "" if verb == "train" else f"-{verb}", verb == "eval"
     doing = shlex.join(["agentrl", verb, str(recipe), *given])
@@ -125,7 +127,7 @@ def run_folder(
         except BaseException as error:
             go_on = start.command(resume=True) if holds_run(folder) and not evaluating else ""
             if ended_by_user(error):
-                kept = f"; what was finished is kept, continue with: {go_on}" if go_on else ""
+                kept = f"; finished work is kept; continue with: {go_on}" if go_on else ""
                 print(f"stopped{kept}", file=sys.stderr)
                 raise typer.Exit(130) from None
             raise typer.Exit(report_error(error, folder=folder, go_on=go_on)) from None

@@ -1,4 +1,4 @@
-"""`agentrl sample`: attempts of one policy at training tasks, scored and stored, without a learner."""
+"""`agentrl sample`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,28 @@ _NAME = 40  # characters of a kind
 
 
 def sample(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file whose model, training tasks, verifiers, sandbox and sampling are used.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as rollout.group_size=16.")] = None,
     groups: Annotated[
-        int | None, typer.Option(min=1, help="Training tasks, rollout.group_size attempts at each. Default: 32; with --resume as before.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of training tasks, each with rollout.group_size attempts. Default: 32, or as before with --resume."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION, in place of the recipe's.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME-sample, -sample-2, ...: the first free one.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on in the run folder; with a larger --groups further than before.")] = False,
+    model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION. Default: the model of the recipe.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run folder. Default: the first free one of runs/NAME-sample, runs/NAME-sample-2, ...")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue in the run folder, if --groups is larger also beyond the previous end.")
+    ] = False,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sample attempts at training tasks, score and keep them; nothing is trained. Ctrl-C once: finish the groups in hand. Twice: stop now.
+    """Sample and score attempts at training tasks without training.
 
-    What comes out is a run folder for agentrl tune, label, failures and report, and a table of which kinds a policy solves, and which
-    would teach it something.
+    Writes a run folder for agentrl tune, label, failures and report. Prints for each kind of task how many tasks are solved, and how many
+    groups have different scores, from which training can learn. Press ctrl-C once to finish the current groups, twice to stop immediately.
     """
     root, written = load_recipe(recipe, [])
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
@@ -46,27 +53,27 @@ def sample(
             from agentrl.run import sample as sampling
 
         found = asyncio.run(sampling.sample(loaded, start, checked, groups=groups, root=root, console=not as_json))
-        print(json.dumps(found.as_json()) if as_json else told(found, group_size=loaded.rollout.group_size))
+        print(json.dumps(found.as_json()) if as_json else render_result(found, group_size=loaded.rollout.group_size))
         if found.unfinished:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
     if found.totals.rate is None:
-        print("not one attempt was scored", file=sys.stderr)
+        print("no attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def told(found: SampleResult, *, group_size: int) -> str:
-    """The result for a person: a row for each kind of task, why attempts were left out, and what can be done with the rest."""
-    rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in found.by_kind.items()]
-    rows = [*(rows if len(rows) > 1 else []), ("all", found.totals)]
+def render_result(result: SampleResult, *, group_size: int) -> str:
+    """The result as text: a row for each kind of task, why attempts were excluded, and the next command."""
+    rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in result.by_kind.items()]
+    rows = [*(rows if len(rows) > 1 else []), ("all", result.totals)]
     wide = max(4, *(len(name) for name, _ in rows))
     lines = [f"{'kind':{wide}}  {'tasks':>5}  {'attempts':>8}  {'mean score':24}  {'solved':>6}  {'differ':>6}"]
     lines += [f"{name:{wide}}  {_row(came)}" for name, came in rows]
-    lines += ["solved: tasks that an attempt solved; differ: groups whose attempts were scored differently, which is what teaches"]
-    lines += [f"{count:>8} left out  {reason}" for reason, count in found.totals.left_out_reasons.items()]
-    if found.totals.solved:
-        lines.append(f"imitate the best: {shlex.join(['agentrl', 'tune', 'sft', str(found.folder), '--out', 'models/imitated'])}")
-    lines.append(f"folder {found.folder}  ({found.requested} groups of {group_size})")
+    lines += ["solved: tasks that at least one attempt solved; differ: groups whose attempts have different scores"]
+    lines += [f"{count:>8} excluded  {reason}" for reason, count in result.totals.left_out_reasons.items()]
+    if result.totals.solved:
+        lines.append(f"imitate the best: {shlex.join(['agentrl', 'tune', 'sft', str(result.folder), '--out', 'models/imitated'])}")
+    lines.append(f"folder {result.folder}  ({result.requested} groups of {group_size})")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend 
 
 @sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")
 def sandbox_ls(as_json: JsonFlag = False) -> None:
-    """List the sandboxes on this machine, leftovers of dead drivers included."""
+    """List the sandboxes on this machine, including those of drivers that have died."""
     from agentrl.records import codec
     from agentrl.sandbox import list_open
 
@@ -34,15 +34,15 @@ def sandbox_ls(as_json: JsonFlag = False) -> None:
 
 @sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")
 def sandbox_prune(
-    images: Annotated[bool, typer.Option("--images", help="Also images of sandboxes that nothing has used for long.")] = False,
-    unused_days: Annotated[float | None, typer.Option(help="How long, with --images: 30 days where it is not given.", min=0.0)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    images: Annotated[bool, typer.Option("--images", help="Also remove unused images.")] = False,
+    unused_days: Annotated[float | None, typer.Option(help="With --images: age of unused images in days. Default: 30.", min=0.0)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove what dead drivers left behind, and with --images what is not used any more."""
+    """Remove sandboxes of drivers that have died, and with --images unused images."""
     from agentrl.sandbox import evict, list_open, prune
 
     if unused_days is not None and not images:
-        raise UserError("--unused-days says which images are removed", fix="give --images too")
+        raise UserError("--unused-days needs --images", fix="add --images")
     if dry_run:
         for sandbox in list_open():
             if not sandbox.driver_alive:
@@ -53,4 +53,4 @@ def sandbox_prune(
         found = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in found:
             print(f"{'would remove' if dry_run else 'removed'} {item.name}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
-        print(f"{len(found)} of images, {sum(item.size for item in found) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")
+        print(f"{len(found)} images, {sum(item.size for item in found) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")

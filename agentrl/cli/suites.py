@@ -1,4 +1,4 @@
-"""`agentrl eval --suite` and `agentrl compare`: a suite of cases asked of a policy, and two such evaluations side by side."""
+"""`agentrl eval --suite` and `agentrl compare`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from agentrl.config.recipe import Recipe
 
 _CASES_SHOWN = 12
-_NAME = 80  # characters of a case's name
-_PLANNED = (1, 2, 4, 8)  # attempts at each case
-_CHANCE = 0.8  # of seeing a difference, for the number of cases that it needs
+_NAME = 80  # characters of a case name
+_PLANNED = (1, 2, 4, 8)  # attempts per case
+_CHANCE = 0.8  # power of a planned comparison
 
 
 def open_suite(folder: Path, *, repeats: int | None, threshold: float) -> Suite:
-    """A suite, once what was said of its attempts is looked at. Raises `UserError`."""
+    """Loads a suite after checking the options of its attempts. Raises `UserError`."""
     check_attempt_options(repeats=repeats, threshold=threshold)
     return load_suite(folder)
 
@@ -51,7 +51,7 @@ def evaluate_suite(
     threshold: float,
     as_json: bool,
 ) -> None:
-    """Runs the evaluation and prints its table, or JSON."""
+    """Runs an evaluation of a suite and prints its table, or JSON."""
     with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.evaluation.suites import SUITE_FOLDER
@@ -60,99 +60,105 @@ def evaluate_suite(
 
         found = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
         figures, asked = found.figures(), judge_costs(start.folder)
-        print(json.dumps(summary(found) | {"judges": asked}) if as_json else told(table(found, where=start.folder / SUITE_FOLDER), asked))
+        print(
+            json.dumps(summary(found) | {"judges": asked})
+            if as_json
+            else with_judge_costs(table(found, where=start.folder / SUITE_FOLDER), asked)
+        )
     if figures.pass_at_1 is None:
-        print("not one attempt was scored", file=sys.stderr)
+        print("no attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
 
 
 def compare_evaluations(
     before: Annotated[
-        str | None, typer.Argument(help="An evaluation's folder, the run folder that holds it, or RUN@VERSION of a run's gate.")
+        str | None, typer.Argument(help="Folder of an evaluation or of its run, or RUN@VERSION for an evaluation of the gate.")
     ] = None,
-    after: Annotated[str | None, typer.Argument(help="The evaluation that is compared with it. None: plan a comparison with it.")] = None,
-    alpha: Annotated[float, typer.Option(help="Largest chance of calling a difference that is none.")] = ALPHA,
-    margin: Annotated[float, typer.Option(help="Mean scores closer than this are the same.")] = MARGIN,
-    difference: Annotated[float, typer.Option(help="Tell how many cases this difference of the mean score would need.")] = 0.1,
+    after: Annotated[str | None, typer.Argument(help="The second evaluation. Without it, plan a comparison.")] = None,
+    alpha: Annotated[float, typer.Option(help="Significance level.")] = ALPHA,
+    margin: Annotated[float, typer.Option(help="Difference of mean scores that counts as equal.")] = MARGIN,
+    difference: Annotated[float, typer.Option(help="Print how many cases are needed to detect this difference of mean scores.")] = 0.1,
     rate: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Plan without an evaluation: the share of attempts that are expected to pass.")
+        float | None, typer.Option(min=0, max=1, help="Plan without an evaluation: expected share of passing attempts.")
     ] = None,
     across_sampling: Annotated[
-        bool, typer.Option("--across-sampling", help="Give a verdict even if the two were sampled differently.")
+        bool, typer.Option("--across-sampling", help="Print a verdict even if the sampling settings differ.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare two policies on the same cases, in pairs: effect with its interval, verdict, and which cases flipped.
+    """Compare two evaluations of a suite case by case: effect with interval, verdict, and the cases whose result changed.
 
-    better, worse: the difference is significant. same: it is smaller than --margin, whichever way. not enough data: neither.
-    Evaluations with different temperature, top_k, top_p or min_p get no verdict without --across-sampling.
+    The verdict is better or worse if the difference is significant, same if it is smaller than --margin in either direction, and otherwise
+    not enough data. Evaluations with different temperature, top_k, top_p or min_p get no verdict without --across-sampling.
 
-    With one evaluation, or with --rate alone: how many cases a --difference will need, before anything is asked.
+    With one evaluation, or only --rate, print how many cases a comparison needs to detect --difference.
     """
     if not 0 < alpha < 0.5 or not 0 <= margin < 1 or not 0 < abs(difference) <= 1:
-        raise UserError("--alpha lies between 0 and 0.5, --margin from 0 to below 1, --difference from above 0 to 1", fix="give other ones")
+        raise UserError(
+            "--alpha, --margin or --difference is out of range", fix="use 0 < alpha < 0.5, 0 <= margin < 1 and 0 < difference <= 1"
+        )
     if (before is None) == (rate is None):
         raise UserError(
-            "either two evaluations are compared, or a comparison is planned",
-            fix="give BEFORE and AFTER; BEFORE alone, or --rate 0.9 alone, tells how many cases a difference needs",
+            "give two evaluations to compare, or one evaluation or --rate to plan a comparison",
+            fix="agentrl compare BEFORE AFTER, agentrl compare BEFORE, or agentrl compare --rate 0.9",
         )
     if before is None or after is None:
         known = results.load_results(evaluation(before)) if before is not None else None
         plan = planned(known, rate, difference, alpha=alpha)
-        print(json.dumps(dataclasses.asdict(plan)) if as_json else plan.told())
+        print(json.dumps(dataclasses.asdict(plan)) if as_json else plan.render())
         return
     first, second = (results.load_results(evaluation(one)) for one in (before, after))
     ones, others, changed = same_cases(first, second)
     found = compare(ones, others, alpha=alpha, margin=margin)
     if found is None:
-        raise UserError("the two evaluations have no scored attempt at the same case", fix="evaluate both on the same suite")
+        raise UserError("the evaluations have no scored case in common", fix="evaluate both on the same suite")
     apart = first.about.sampling != second.about.sampling and not across_sampling
     needed = found.cases_needed(difference, chance=_CHANCE)
     if as_json:
-        told = dataclasses.asdict(found) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
+        comparison = dataclasses.asdict(found) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
         if apart:
-            told["verdict"] = None
-        print(json.dumps(told))
+            comparison["verdict"] = None
+        print(json.dumps(comparison))
         return
-    print(described(found, first, second, changed, verdict=not apart))
-    print(f"\na difference of {100 * difference:g} points would be seen with {_CHANCE:.0%} chance on {needed} such cases")
+    print(render_comparison(found, first, second, changed, verdict=not apart))
+    print(f"\n{needed} such cases are needed to detect a difference of {100 * difference:g} points with {_CHANCE:.0%} probability")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How many cases a comparison needs, told before it is made."""
+    """The number of cases that a comparison needs."""
 
     difference: float
     alpha: float
-    chance: float  # of seeing the difference
+    chance: float  # probability of detecting the difference
     noise: float  # `agentrl.evaluation.power.attempt_noise`
-    cases: dict[int, int]  # attempts at each case by each policy -> cases
-    here: dict[int, float | None]  # the same -> smallest difference that the cases of the evaluation at hand show; empty without one
+    cases: dict[int, int]  # attempts per case and policy -> number of cases
+    here: dict[int, float | None]  # attempts per case -> smallest detectable difference with the cases of the given evaluation
     suite_cases: int = 0
 
-    def told(self) -> str:
-        """For a person."""
+    def render(self) -> str:
+        """The plan as text."""
         points = f"a difference of {100 * abs(self.difference):g} points"
-        lines = [f"{points} is seen with {self.chance:.0%} chance (two-sided, alpha {self.alpha:g}) on"]
+        lines = [f"{points} is detected with {self.chance:.0%} probability (two-sided, alpha {self.alpha:g}) with"]
         for repeats, cases in self.cases.items():
-            line = f"  {cases:,} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both"
+            line = f"  {cases:,} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both policies"
             seen = self.here.get(repeats)
             if repeats in self.here:
-                shown = "no difference" if seen is None else f"one of {100 * seen:.0f} points"
-                line += f"; the {self.suite_cases} cases of this suite show {shown}"
+                shown = "no difference" if seen is None else f"{100 * seen:.0f} points or more"
+                line += f"; the {self.suite_cases} cases of this suite detect {shown}"
             lines.append(line)
         return "\n".join(lines)
 
 
 def planned(known: SuiteResults | None, rate: float | None, difference: float, *, alpha: float) -> Plan:
-    """Planned from what an evaluation shows of its cases, or from an expected rate. Raises `UserError` where it has nothing scored."""
+    """Plans a comparison from an evaluation or an expected rate. Raises `UserError` if the evaluation has no scored attempt."""
     tried = known.scores().values() if known is not None else ()
     scored = [[one for one in scores if one is not None and math.isfinite(one)] for scores in tried]
     scored = [scores for scores in scored if scores]
     try:
         noise = power.attempt_noise(scored) if rate is None else 2 * rate * (1 - rate)
     except ValueError:
-        raise UserError("not one attempt of that evaluation was scored", fix="evaluate again, or plan with --rate") from None
+        raise UserError("no attempt of that evaluation was scored", fix="evaluate again, or use --rate") from None
     plan = {n: power.planned_spread(difference, noise, repeats=n) for n in _PLANNED}
     return Plan(
         difference=difference,
@@ -166,7 +172,7 @@ def planned(known: SuiteResults | None, rate: float | None, difference: float, *
 
 
 def evaluation(named: str) -> Path:
-    """The folder of an evaluation: itself, its run folder, or RUN@VERSION of a gate. Raises `UserError`."""
+    """The folder of an evaluation, given its folder, its run folder, or RUN@VERSION. Raises `UserError`."""
     run, at, number = named.rpartition("@")
     if at and number.isdecimal() and len(number) < 10 and not Path(named).exists():
         return evaluation_folder(Path(run), int(number))
@@ -175,21 +181,21 @@ def evaluation(named: str) -> Path:
 
 
 def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
-    """The scores of both, without the cases whose content is not the same; and these."""
+    """The scores of both evaluations without cases whose content differs, and the names of those cases."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
-    kept = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
-    return kept[0], kept[1], changed
+    shared = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
+    return shared[0], shared[1], changed
 
 
 def summary(found: SuiteResults) -> dict[str, Any]:
-    """An evaluation for programs: where it comes from, its figures, and each case."""
+    """An evaluation as JSON data."""
     cases = {case: {"scores": list(scores), "task_key": found.task_keys[case]} for case, scores in sorted(found.scores().items())}
     return {"about": dataclasses.asdict(found.about), "figures": dataclasses.asdict(found.figures()), "cases": cases}
 
 
 def table(found: SuiteResults, *, where: Path) -> str:
-    """An evaluation for a person: its figures, then the cases that did not always pass."""
+    """An evaluation as text: its figures, then the cases that did not always pass."""
     figures = found.figures()
     lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
@@ -202,19 +208,19 @@ def table(found: SuiteResults, *, where: Path) -> str:
     short.sort()
     lines += [line for _, line in short[:_CASES_SHOWN]]
     if len(short) > _CASES_SHOWN:
-        lines.append(f"  and {len(short) - _CASES_SHOWN} other cases that did not always pass")
+        lines.append(f"  and {len(short) - _CASES_SHOWN} more cases that did not always pass")
     return "\n".join([*lines, f"evaluation {where}"])
 
 
-def told(table: str, judges: Mapping[str, float]) -> str:
-    """A table, and what the judges of its attempts have cost."""
+def with_judge_costs(table: str, judges: Mapping[str, float]) -> str:
+    """A table followed by the costs of the judges, if any were called."""
     from agentrl.judge import JudgeUsage
 
     return f"{table}\njudges  {JudgeUsage.from_figures(judges).summary()}" if judges else table
 
 
 def rates(figures: EvaluationFigures) -> list[str]:
-    """Figures in lines."""
+    """The figures of an evaluation as lines of text."""
     lines, rate = [], figures.pass_at_1
     if rate is not None:
         lines.append(f"pass@1  {rate:.3f}  95% interval [{figures.low:.3f}, {figures.high:.3f}]")
@@ -222,20 +228,20 @@ def rates(figures: EvaluationFigures) -> list[str]:
         lines.append(f"pass@{figures.k:<2} {figures.pass_at_k:.3f}")
     if figures.mean_score is not None and rate is not None and abs(figures.mean_score - rate) > 1e-9:
         lines.append(f"score   {figures.mean_score:.3f}  mean over cases")
-    each = f"{figures.tokens / figures.attempts:.0f} of an attempt, " if figures.attempts else ""
-    turns = "" if figures.turns is None else f"{figures.turns:.1f} turns an attempt, "
-    lines.append(f"cost    {figures.tokens:,} tokens ({each}{turns}{figures.wall_s:.1f} s in all)")
+    each = f"{figures.tokens / figures.attempts:.0f} per attempt, " if figures.attempts else ""
+    turns = "" if figures.turns is None else f"{figures.turns:.1f} turns per attempt, "
+    lines.append(f"cost    {figures.tokens:,} tokens ({each}{turns}{figures.wall_s:.1f} s in total)")
     if figures.unscored:
-        lines.append(f"unscored {figures.unscored} attempts, which count in no figure")
+        lines.append(f"unscored {figures.unscored} attempts, which are not counted")
     return lines
 
 
-def described(found: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True) -> str:
-    """Formats a comparison for the terminal. `verdict`: whether to give one; differently sampled evaluations do not isolate the policy."""
+def render_comparison(found: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True) -> str:
+    """A comparison as text. `verdict`: whether to print one; with different sampling the policies alone are not compared."""
     names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
     test = "exact" if found.exact else "sampled"
     ways = " and ".join(_sampling(one) for one in (first, second))
-    concluded = found.verdict if verdict else f"none: sampled with {ways}; --across-sampling gives one anyway"
+    concluded = found.verdict if verdict else f"none: sampled with {ways}; add --across-sampling to get one"
     lines = [
         f"before  {found.before:.3f}  {names[0]}",
         f"after   {found.after:.3f}  {names[1]}",
@@ -244,7 +250,7 @@ def described(found: Comparison, first: SuiteResults, second: SuiteResults, chan
         f"verdict {concluded}  ({found.cases} cases, {found.attempts} pairs of attempts, margin {100 * found.margin:g} points)",
     ]
     if found.unscored:
-        lines.append(f"left out {found.unscored} pairs of attempts that one side has no score of")
+        lines.append(f"excluded {found.unscored} pairs of attempts with only one score")
     ones, others = first.scores(), second.scores()
     for what, cases in (("lower", found.lost), ("higher", found.gained)):
         lines += [f"{what}: {_shown(case)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]

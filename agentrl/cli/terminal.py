@@ -1,4 +1,4 @@
-"""Lets a command finish when its terminal or the reader of its pipe goes away, or stays and does not read.
+"""Lets a command finish if its terminal closes, or if the reader of its pipe exits or does not read.
 
 If the reader is gone, further output is dropped. During a run no write waits for a reader: a thread delivers the output, and if the reader
 does not read, the oldest output is dropped.
@@ -61,7 +61,7 @@ def _lasting(stream: TextIO, original: TextIO | None) -> TextIO:
 
 
 class _Outbox:
-    """Output that a thread writes, so that the writer of it never waits. At most `_MOST` bytes wait; the oldest make room."""
+    """Output written by a thread, so that callers never wait. Holds at most `_MOST` bytes and drops the oldest beyond that."""
 
     def __init__(self, write: Callable[[bytes], int]) -> None:
         self._write = write
@@ -82,7 +82,7 @@ class _Outbox:
         return os.getpid() == self._process
 
     def put(self, data: bytes) -> None:
-        """Raises the `OSError` of an earlier write, such as for a full disk."""
+        """Queues output. Raises the `OSError` of an earlier write, such as for a full disk."""
         with self._changed:
             self._raise()
             if self.abandoned:

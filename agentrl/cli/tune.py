@@ -1,4 +1,4 @@
-"""`agentrl tune sft | dpo | reward`: supervised training on what a run has stored."""
+"""`agentrl tune sft`, `dpo` and `reward`: supervised training on the episodes of a run."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def sft(
     run: Run,
     out: Out,
     model: Start = None,
-    min_score: Annotated[float, typer.Option(help="Least score of an episode to imitate.")] = 1.0,
+    min_score: Annotated[float, typer.Option(help="Lowest score of an episode to imitate.")] = 1.0,
     per_task: PerTask = 1,
     epochs: Epochs = 2,
     lr: Rate = 1e-4,
     batch: BatchSize = 16,
     seed: Seed = 0,
 ) -> None:
-    """Imitate a run's best episodes (rejection sampling)."""
+    """Imitate the best episodes of a run (rejection sampling)."""
     start = _start(run, model, out)
     rows = select_demonstrations(_groups(run), min_score=min_score, per_task=per_task)
     print(f"{len(rows)} demonstrations")
@@ -66,13 +66,13 @@ def dpo(
     model: Start = None,
     margin: Margin = MARGIN,
     per_task: PerTask = 4,
-    beta: Annotated[float, typer.Option(min=_LEAST, help="How near the policy stays to where it started.")] = 0.1,
+    beta: Annotated[float, typer.Option(min=_LEAST, help="Strength of the KL constraint to the initial policy.")] = 0.1,
     epochs: Epochs = 1,
     lr: Rate = 1e-5,
     batch: BatchSize = 16,
     seed: Seed = 0,
 ) -> None:
-    """Prefer better attempts at a task to worse ones (DPO)."""
+    """Learn to prefer better attempts at a task to worse ones (DPO)."""
     start = _start(run, model, out)
     pairs = _pairs(run, margin, per_task)
     from agentrl.supervised import tune
@@ -89,12 +89,12 @@ def dpo(
 def reward(
     out: Out,
     run: Annotated[Path | None, typer.Argument(help="Run folder whose scored episodes are used.")] = None,
-    labels: Annotated[list[Path] | None, typer.Option(help="Learn from files of labels (agentrl label) instead, with --model.")] = None,
+    labels: Annotated[
+        list[Path] | None, typer.Option(help="Learn from label files of agentrl label instead of a run. Needs --model.")
+    ] = None,
     shows: Annotated[
         str | None,
-        typer.Option(
-            help=f"With --labels: what the model is shown, of question, reference, transcript, outputs, answer. Default: {SHOWS}."
-        ),
+        typer.Option(help=f"With --labels: input of the model, from question, reference, transcript, outputs, answer. Default: {SHOWS}."),
     ] = None,
     model: Start = None,
     margin: Margin = MARGIN,
@@ -104,15 +104,15 @@ def reward(
     batch: BatchSize = 16,
     seed: Seed = 0,
 ) -> None:
-    """Learn to score whole episodes, from a run's scores or from people's labels (a reward model)."""
+    """Train a reward model from the scores of a run or from human labels."""
     from agentrl.judge.reward_record import validate_shows
 
     if (run is None) == (not labels):
-        raise UserError("learn from a run or from labels?", fix="give a run folder, or --labels FILE --model FOLDER")
+        raise UserError("give either a run or labels", fix="give a run folder, or --labels FILE --model FOLDER")
     if shows if run is not None else margin != MARGIN:
         raise UserError(
-            f"--{'shows' if run is not None else 'margin'} does nothing {'without' if run is not None else 'with'} --labels",
-            fix="leave it out",
+            f"--{'shows' if run is not None else 'margin'} has no effect {'without' if run is not None else 'with'} --labels",
+            fix="omit it",
         )
     if run is not None:
         start = _start(run, model, out)
@@ -126,22 +126,22 @@ def reward(
     texts = _labelled_pairs(labels or [], shown, per_task)
     from agentrl.supervised import tune
 
-    _told(out, tune.train_reward_model(texts, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed, shows=shown))
+    _print_result(out, tune.train_reward_model(texts, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed, shows=shown))
 
 
 def _start(run: Path, model: Path | None, out: Path) -> Path:
     if not (run / "recipe.json").is_file():
-        raise UserError(f"{run} holds no experience", fix="give the folder of a run, such as runs/quickstart")
+        raise UserError(f"{run} has no recipe.json", fix="give the folder of a run, such as runs/quickstart")
     return _model(model or run / "versions" / "000000", out)
 
 
 def _model(start: Path | None, out: Path) -> Path:
     if out.exists():
-        raise UserError(f"{out} is there already", fix="choose another --out, or move it away")
+        raise UserError(f"{out} exists", fix="choose another --out, or move it away")
     if start is None:
-        raise UserError("labels name no model to start from", fix="give a model folder with --model")
+        raise UserError("--labels needs a model to start from", fix="give a model folder with --model")
     if not (start / "config.json").is_file():
-        raise UserError(f"{start} holds no model", fix="give a model folder with --model")
+        raise UserError(f"{start} is not a model folder", fix="give a model folder with --model")
     out.parent.mkdir(parents=True, exist_ok=True)
     return start
 
@@ -161,7 +161,7 @@ def _labelled_pairs(labels: list[Path], shows: tuple[PromptField, ...], per_task
 
 
 def _groups(run: Path) -> Iterator[Group]:
-    add_project_root(Path.cwd())  # for a store of the project's own
+    add_project_root(Path.cwd())  # for a user-supplied store
     store = open_store(run, recipe.load(run / "recipe.json"))
     try:
         for index in store.indices():
@@ -173,9 +173,9 @@ def _groups(run: Path) -> Iterator[Group]:
 def _done(run: Path, out: Path, loss: float) -> None:
     used = run / "versions" / "000000" / "chat_template.jinja"
     if recipe.load(run / "recipe.json").policy.chat_template is not None and used.is_file():
-        write_chat_template(out, used.read_text(encoding="utf-8"))  # --model may have another one than these episodes
-    _told(out, loss)
+        write_chat_template(out, used.read_text(encoding="utf-8"))  # the template of these episodes, which may differ from that of --model
+    _print_result(out, loss)
 
 
-def _told(out: Path, loss: float) -> None:
-    print(f"loss at the end {loss:.4f}\nmodel {out}")
+def _print_result(out: Path, loss: float) -> None:
+    print(f"final loss {loss:.4f}\nmodel {out}")

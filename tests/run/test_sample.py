@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.base.files import read_json_lines
-from agentrl.cli.sample import told
+from agentrl.cli.sample import render_result
 from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.errors import UserError
 from agentrl.experience import StepGroups
@@ -105,7 +105,7 @@ async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: 
 
 async def test_what_a_person_is_told(tmp_path: Path) -> None:
     found, _ = await played(tmp_path, 6)
-    text = told(found, group_size=3)
+    text = render_result(found, group_size=3)
     rows = {line.split()[0]: line.split() for line in text.splitlines()}
     assert rows["easy"][1:4] == ["2", "5", "1.000"] and rows["hard"][-2:] == ["2", "2"] and rows["-"][1:4] == ["0", "0", "-"]
     assert "hope\N{REPLACEMENT CHARACTER}less" in rows and "\x1b" not in text

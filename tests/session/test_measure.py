@@ -56,7 +56,7 @@ async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_
     )  # fmt: skip
     line = "3 questions to judges, 1 answered before, 330 tokens, money 330; 2 unreadable"
     assert line in describe(told, tmp_path)
-    assert suites.told("a table", spent) == f"a table\njudges  {line}" and suites.told("a table", {}) == "a table"
+    assert suites.with_judge_costs("a table", spent) == f"a table\njudges  {line}" and suites.with_judge_costs("a table", {}) == "a table"
     assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(told)}
     for file in tmp_path.glob("judges.sqlite*"):
         file.unlink()
