@@ -1,4 +1,4 @@
-"""Where tokenizers of model folders come from."""
+"""Loads the tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 
 def auto_tokenizer() -> Any:
-    """transformers' `AutoTokenizer`; heavy, so only where a tokenizer is really needed.
+    """Returns transformers' `AutoTokenizer`.
 
-    Its module shares one with `AutoModel`, which imports all that generates text (compilers, scikit-learn, pandas): three of four seconds
-    of CPU time. That is for the base class that a model gets which brings its own code. None does here, so while the module is imported
-    an empty class stands in for it.
+    Its import loads `GenerationMixin`, which imports compilers, scikit-learn and pandas: three of four seconds of CPU time. Only models
+    with custom code need that class, and none are loaded here, so an empty class replaces it during the import.
     """
     import transformers.generation
 

@@ -1,4 +1,4 @@
-"""Tools that answer from an imported trace: a recorded call returns its recorded result, and any other call returns an error."""
+"""Tools that answer from an imported trace: a recorded call returns its recorded result, any other call an error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RecordedTool:
 
 
 def recorded_tools(task: Task | None) -> tuple[RecordedTool, ...]:
-    """The tools of a task's recording; none without a task, when only names are checked. Raises `TaskError`."""
+    """Returns the tools of a task's recording; none without a task, when only names are checked. Raises `TaskError`."""
     if task is None:
         return ()
     recording = Recording.of(task)

@@ -1,4 +1,4 @@
-"""The tools of one episode: those that all episodes share, and those that keep a state, which is this episode's alone."""
+"""The tools of one episode: shared tools, and tools with state, which belong to this episode only."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from agentrl.records import Limits, Task
 
 
 class Toolbox(Mapping[str, Tool]):
-    """Tools by the name the agent calls them. Nothing is opened before it is called; who has one closes it."""
+    """Tools by the name that the agent uses. Objects and connections are opened by the first call; the owner must call `close`."""
 
     def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, Kept], connections: Mapping[str, Connection]) -> None:
         self._tools = tools
-        self._connections = connections  # mcp:SERVER -> this episode's connection to it
-        self.kept = kept  # reference -> the object of this episode that its tools are methods of
+        self.kept = kept  # reference -> the episode's object of that class
+        self._stateful: Mapping[str, Kept | Connection] = {**kept, **connections}
 
     def __getitem__(self, name: str) -> Tool:
         return self._tools[name]
@@ -46,41 +46,41 @@ class Toolbox(Mapping[str, Tool]):
         return len(self._tools)
 
     async def state(self, *, timeout_s: float) -> dict[str, Any]:
-        """Reference -> what its tools keep, as JSON; without those that were never called.
+        """Returns reference -> state of its tools as JSON data, of those that were used.
 
-        Raises `ValueError` for a state that cannot be taken within `timeout_s`, or is no JSON.
+        Raises `ValueError` if a state cannot be captured within `timeout_s`, or is not JSON data.
         """
-        every: dict[str, Kept | Connection] = {**self.kept, **self._connections}
-        return {reference: await one.state(timeout_s=timeout_s) for reference, one in every.items() if one.used}
+        return {reference: await owner.state(timeout_s=timeout_s) for reference, owner in self._stateful.items() if owner.used}
 
     async def close(self, *, timeout_s: float) -> None:
-        """Closes what was opened, all of it, whatever one of them does; that is logged."""
+        """Closes everything that was opened. Logs errors."""
         async with AsyncExitStack() as stack:
-            every: list[Kept | Connection] = [*self.kept.values(), *self._connections.values()]
-            for one in every:
-                stack.push_async_callback(one.close, timeout_s=timeout_s)
+            for owner in self._stateful.values():
+                stack.push_async_callback(owner.close, timeout_s=timeout_s)
 
 
 class Kept:
-    """An object of a class with `tool` methods, in one episode: opened when first called, with the state that was saved if there is one.
+    """An episode's object of a class with `tool` methods, opened by the first call, with the saved state if there is one.
 
-    A dataclass's state is its fields. Another class says what it is: `state()` gives JSON, `restore(state)` takes it on a new
-    object. `close()`, where there is one, is called at the end of the episode. All three may be async.
+    A dataclass's state is its fields. Other classes define `state()`, which returns JSON data, and `restore(state)`, which is called on a
+    new object. An optional `close()` is called at the end of the episode. All three may be async.
     """
 
     def __init__(self, kind: Any, saved: Any = None, *, restored: bool = False) -> None:
         self.kind = kind
         self._saved = saved
-        self._restored = restored  # whether `_saved` is a state that an episode goes on from
+        self._restored = restored  # whether `_saved` is a state
         self._object: Any = None
         self._opening = asyncio.Lock()
 
     @property
     def used(self) -> bool:
+        """Whether there is a state to save."""
         return self._restored or self._object is not None
 
     async def opened(self) -> Any:
-        async with self._opening:  # calls that run together share one object
+        """Returns the object, which the first call creates."""
+        async with self._opening:  # concurrent calls share one object
             if self._object is None:
                 self._object = await (self._reopened() if self._restored else self._new())
             return self._object
@@ -89,44 +89,45 @@ class Kept:
         return await usercode.threaded(self.kind, what=f"opening {self.kind.__name__}")
 
     async def _reopened(self) -> Any:
-        what = f"restoring {self.kind.__name__}"
         if not hasattr(self.kind, "restore"):
             return _fields_of(self.kind).validate_python(json_value(self._saved))
-        made = await self._new()
-        await run(lambda: made.restore(json_value(self._saved)), made.restore, what=what)
-        return made
+        new = await self._new()
+        await run(lambda: new.restore(json_value(self._saved)), new.restore, what=f"restoring {self.kind.__name__}")
+        return new
 
     async def state(self, *, timeout_s: float) -> Any:
-        """Raises `ValueError` when there is none to be had."""
+        """Returns the state as JSON data. Raises `ValueError` if it cannot be captured."""
         if self._object is None:
             return self._saved
         what, since = f"the state of {self.kind.__name__}", usercode.cancellations()
+
+        async def captured() -> Any:
+            if hasattr(self.kind, "state"):
+                return await run(self._object.state, self._object.state, what=what)
+            return _fields_of(self.kind).dump_python(self._object, mode="json", warnings="error")
+
         try:
-            return json_value(await usercode.call(self._state, what=what, timeout_s=timeout_s))
+            return json_value(await usercode.call(captured, what=what, timeout_s=timeout_s))
         except BaseException as error:
             usercode.let_go(error, since)
             usercode.report(what, error)
-            raise ValueError(f"{what} cannot be taken: {usercode.describe(error)}") from error
-
-    async def _state(self) -> Any:
-        if hasattr(self.kind, "state"):
-            return await run(self._object.state, self._object.state, what=f"the state of {self.kind.__name__}")
-        return _fields_of(self.kind).dump_python(self._object, mode="json", warnings="error")
+            raise ValueError(f"{what} cannot be captured: {usercode.describe(error)}") from error
 
     async def close(self, *, timeout_s: float) -> None:
-        made, self._object = self._object, None
-        if not hasattr(made, "close"):
+        """Closes the object. Logs errors."""
+        closing, self._object = self._object, None
+        if not hasattr(closing, "close"):
             return
         what, since = f"closing {self.kind.__name__}", usercode.cancellations()
         try:
-            await usercode.call(lambda: run(made.close, made.close, what=what), what=what, timeout_s=timeout_s)
+            await usercode.call(lambda: run(closing.close, closing.close, what=what), what=what, timeout_s=timeout_s)
         except BaseException as error:
             usercode.let_go(error, since)
             usercode.report(what, error)
 
 
 class KeptTool:
-    """One `tool` method of a class, on the object that this episode has of it."""
+    """One `tool` method of a class, on the episode's object."""
 
     repeats = False  # after an outage, which may have changed the object
 
@@ -142,7 +143,7 @@ class KeptTool:
 
 
 class Within:
-    """A tool with bounds and words that the recipe lays over its own."""
+    """A tool with the recipe's bounds and descriptions."""
 
     def __init__(self, tool: Tool, bounds: Bounds, words: Words) -> None:
         self.name, self.schema, self.needs_sandbox = tool.name, worded(tool.schema, words), tool.needs_sandbox
@@ -161,17 +162,17 @@ def load_tools(
     memory: EpisodeMemory | None = None,
     task: Task | None = None,
 ) -> Toolbox:
-    """The tools of one episode. Tools that keep state have a new one in each toolbox, as have MCP servers a connection.
+    """Returns the tools of one episode, with new objects for tools with state and new connections to MCP servers.
 
     Args:
-        saved: what `Toolbox.state` gave, of the episode that this one goes on from.
-        run: the MCP servers, bounds and words of the recipe (`LiveEpisode.tools`); None: there are none.
-        memory: of the episode (`LiveEpisode.memory`), whose tools come after the others; None: it has none.
-        task: of the episode, for tools that take a `TaskData`; None: what they give is not looked at.
+        saved: the result of `Toolbox.state` from which this episode continues.
+        run: the MCP servers, bounds and descriptions of the recipe (`LiveEpisode.tools`).
+        memory: the episode's memory, whose tools come last; None means no memory.
+        task: the episode's task, for tools that take a `TaskData`; None if only names and schemas are needed.
 
     Raises:
-        TaskError: a name is neither built in, nor a server of the recipe's, nor a reference, or two tools have one name.
-        PluginError: a reference does not resolve, or to something that is no tool.
+        TaskError: a name is unknown, or two tools have one name.
+        PluginError: a reference does not resolve to a valid tool.
     """
     tools: dict[str, Tool] = {}
     kept: dict[str, Kept] = {}
@@ -180,111 +181,101 @@ def load_tools(
     for name in names:
         for tool in _of_server(name, run, connections, saved) if name.startswith(PREFIX) else _loaded(name, kept, saved, task):
             if tool.name in tools:
-                raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="give each tool a name of its own")
+                raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="rename one of them")
             tools[tool.name] = _of_recipe(tool, run)
     for tool in memory_tools(memory) if memory is not None else ():
         if tool.name in tools:
-            fix = "give the task's tool another name, or leave the recipe's memory out"
+            fix = "rename the task's tool, or remove the recipe's memory"
             raise TaskError(f"a tool of the task is called {tool.name!r}, as is one of the recipe's memory", fix=fix)
         tools[tool.name] = _of_recipe(tool, run)
     return Toolbox(tools, kept, connections)
 
 
 def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
-    """A tool as the recipe has it. Raises `UserError` for words on an argument that it does not take."""
+    """The tool with the recipe's bounds and descriptions. Raises `UserError` for the description of an unknown argument."""
     if tool.name not in run.bounds and tool.name not in run.words:
         return tool
     return Within(tool, run.bounds.get(tool.name, FREE), run.words.get(tool.name, Words()))
 
 
 def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
-    """The tools that a name stands for which begins with `mcp:`, of one connection."""
-    server, one = named(run, name)
+    """The tools of a name that starts with `mcp:`, on one connection."""
+    server, tool = named(run, name)
     key = f"{PREFIX}{server.name}"
     connection = connections.setdefault(key, Connection(server, restored=key in saved))
-    return tuple(ServerTool(offer, connection) for offer in offered(server, one))
+    return tuple(ServerTool(offer, connection) for offer in offered(server, tool))
 
 
 def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
-    """The tools that one name of a task stands for."""
+    """The tools of one name in a task."""
     if name == RECORDED:
         return recorded_tools(task)
     if name in SHIPPED:
         return (SHIPPED[name],)
     if ":" not in name:
         raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED)}, or a reference such as mytools:search")
-    found = resolve(name)
-    if inspect.isfunction(found) and is_tool(found):
-        return (_knowing(typed(found), task),)
-    if isinstance(found, type) and (methods := _methods(found)):
-        kept[name] = Kept(found, saved.get(name), restored=name in saved)
-        return tuple(KeptTool(_knowing(method, task), kept[name]) for method in methods)
-    if problem := _shared(found) or problem_of(found):
+    resolved = resolve(name)
+    if inspect.isfunction(resolved) and is_tool(resolved):
+        return (_with_task(typed(resolved), task),)
+    if isinstance(resolved, type) and (methods := _methods(resolved)):
+        kept[name] = Kept(resolved, saved.get(name), restored=name in saved)
+        return tuple(KeptTool(_with_task(method, task), kept[name]) for method in methods)
+    owner = type(resolved.__self__) if inspect.ismethod(resolved) else type(resolved)
+    shared = f"is one object of {owner.__name__}, which all episodes would share: refer to the class" if _marked(owner) else ""
+    if problem := shared or problem_of(resolved):
         fix = (
             "a tool is a function under @tool, or an object with name, needs_sandbox (True or False), schema and an async "
             "__call__(arguments, sandbox, limits)"
         )
         raise PluginError(f"tool {name!r} {problem}", fix=fix)
-    return (cast(Tool, found),)
+    return (cast(Tool, resolved),)
 
 
-def _knowing(one: Typed, task: Task | None) -> Typed:
+def _with_task(tool: Typed, task: Task | None) -> Typed:
     """The tool with the task's data, if it has a parameter for it."""
-    if task is None or TaskData not in one.given.values():
-        return one
-    return dataclasses.replace(one, task=TaskData.of(task))
-
-
-def _shared(found: Any) -> str:
-    """Whether it would hand what one episode keeps to the next."""
-    owner = type(found.__self__) if inspect.ismethod(found) else type(found)
-    if not _marked(owner):
-        return ""
-    return f"is one object of {owner.__name__}, which all episodes would share: name the class"
+    if task is None or TaskData not in tool.injected.values():
+        return tool
+    return dataclasses.replace(tool, task=TaskData.of(task))
 
 
 def _marked(kind: Any) -> list[Any]:
-    return [one for name in dir(kind) if is_tool(one := _underneath(inspect.getattr_static(kind, name, None)))]
-
-
-def _underneath(attribute: Any) -> Any:
-    return attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else attribute
+    """The attributes of a class that are functions under `tool`, inside `staticmethod` or `classmethod` too."""
+    attributes = (inspect.getattr_static(kind, name, None) for name in dir(kind))
+    functions = (item.__func__ if isinstance(item, staticmethod | classmethod) else item for item in attributes)
+    return [function for function in functions if is_tool(function)]
 
 
 @lru_cache(maxsize=1024)
 def _methods(kind: Any) -> tuple[Typed, ...]:
-    """The tools of a class that keeps state. Raises `PluginError` when its state cannot be captured, or it cannot be opened."""
+    """The tools of a class. Raises `PluginError` if its state cannot be captured, or it cannot be opened."""
     if not (marked := _marked(kind)):
         return ()
-    if [parameter for parameter in inspect.signature(kind).parameters.values() if _required(parameter)]:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(each.default is each.empty and each.kind not in variadic for each in inspect.signature(kind).parameters.values()):
         raise PluginError(f"the tools of {kind.__name__} cannot be opened: it takes arguments", fix="give each a default")
     own = [name for name in ("state", "restore") if callable(getattr(kind, name, None))]
     if len(own) == 1 or not (own or dataclasses.is_dataclass(kind)):
         missing = "restore()" if own == ["state"] else "state()" if own else "state() and restore()"
         raise PluginError(
-            f"the tools of {kind.__name__} keep a state that cannot be captured: it has no {missing}",
-            fix="make it a dataclass of JSON data, or have state() give JSON and restore(state) take it",
+            f"the tools of {kind.__name__} have a state that cannot be captured: it has no {missing}",
+            fix="make it a dataclass of JSON data, or define state(), which returns JSON data, and restore(state)",
         )
     if not own:
         _fields_of(kind)
-    for one in marked:
-        if not inspect.isfunction(inspect.getattr_static(kind, one.__name__, None)):
-            raise PluginError(f"the tool {one.__name__} of {kind.__name__} is no plain method", fix="give it self, and @tool alone")
-    methods = tuple(typed(one, method=True) for one in marked)
-    return tuple(sorted(methods, key=lambda one: one.function.__code__.co_firstlineno))
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    for function in marked:
+        if not inspect.isfunction(inspect.getattr_static(kind, function.__name__, None)):
+            raise PluginError(f"the tool {function.__name__} of {kind.__name__} is not a plain method", fix="use self, and only @tool")
+    methods = tuple(typed(function, method=True) for function in marked)
+    return tuple(sorted(methods, key=lambda method: method.function.__code__.co_firstlineno))
 
 
 @lru_cache(maxsize=1024)
 def _fields_of(kind: Any) -> TypeAdapter[Any]:
-    """What reads and writes a dataclass as JSON."""
+    """The adapter that reads and writes a dataclass as JSON data."""
     try:
         return TypeAdapter(kind)
     except Exception as error:
         reason = usercode.describe(error)
         raise PluginError(
-            f"the tools of {kind.__name__} keep a state that JSON cannot hold ({reason})", fix="or give it state() and restore()"
+            f"the tools of {kind.__name__} have a state that JSON cannot represent ({reason})", fix="or define state() and restore()"
         ) from None

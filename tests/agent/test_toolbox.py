@@ -344,13 +344,13 @@ recall = memory.recall
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Opaque", "keep a state that JSON cannot hold"),
+        ("Opaque", "have a state that JSON cannot represent"),
         ("Stateless", "it has no state() and restore()"),
         ("Half", "it has no restore()"),
         ("Needy", "cannot be opened: it takes arguments"),
-        ("Static", "the tool use of Static is no plain method"),
-        ("memory", "is one object of Memory, which all episodes would share: name the class"),
-        ("recall", "is one object of Memory, which all episodes would share: name the class"),
+        ("Static", "the tool use of Static is not a plain method"),
+        ("memory", "is one object of Memory, which all episodes would share: refer to the class"),
+        ("recall", "is one object of Memory, which all episodes would share: refer to the class"),
     ],
 )
 def test_a_class_whose_state_could_be_lost_or_shared_is_refused(name: str, says: str) -> None:
