@@ -1,7 +1,7 @@
-"""Where a turn's results go: into the agent's context as a delta, or into a context of its own where the template writes the old one anew.
+"""Extends an agent's context with the results of a turn: by a delta, or in a new context if the template rewrites the old one.
 
-A restart is on record: the line of turns ends as `restarted`, and a trajectory with it as parent goes on. Every token that was sampled
-stays in the line where it was sampled, and is trained there.
+A restart is recorded: the trajectory ends as `restarted`, and another trajectory with it as parent continues. Every sampled token stays in
+the trajectory where it was sampled, and is trained there.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent
 
 RESTARTED = "restarted"
-"""The stop reason of a line of turns whose conversation goes on in another."""
+"""The stop reason of a trajectory whose conversation continues in another."""
 
 
 def current(episode: LiveEpisode) -> LiveTrajectory:
-    """The line of turns that the main agent goes on with, of a state too: no sub-agent is at work there."""
-    return next(line for line in reversed(episode.trajectories) if not line.stop_reason)
+    """Returns the trajectory in which the main agent continues, also in a resumed episode: no sub-agent is running there."""
+    return next(trajectory for trajectory in reversed(episode.trajectories) if not trajectory.stop_reason)
 
 
 def go_on(
     chat: ChatFormat,
     episode: LiveEpisode,
-    line: LiveTrajectory,
+    trajectory: LiveTrajectory,
     after: ParsedCompletion,
     outputs: Sequence[str],
     *,
@@ -35,53 +35,48 @@ def go_on(
     schemas: Sequence[Mapping[str, Any]],
     agent: str = "main",
 ) -> LiveTrajectory:
-    """Shows the agent what its last turn's calls gave, and returns the line that its next turn belongs to.
+    """Adds tool outputs to the agent's context, and returns the trajectory of its next turn.
 
     Args:
-        after: the last turn of `line`, whose results are recorded.
-        outputs: what is shown of them.
-        prompt: what the agent was told at the start.
+        after: the last turn of `trajectory`, whose results are recorded.
+        prompt: the agent's first prompt.
     """
     if chat.exact:
-        line.add_prompt(chat.tool_delta(outputs, after))
-        return line
-    if line.limit() == "turn_limit":  # no turn follows, and none should wait in a line of its own
-        return line
-    said = _said(episode, line)
+        trajectory.add_prompt(chat.tool_delta(outputs, after))
+        return trajectory
+    if trajectory.limit() == "turn_limit":  # no turn follows
+        return trajectory
+    said = _since_prompt(episode, trajectory)
     try:
-        whole = chat.going_on(prompt, said, schemas)
-    except UserError:  # some templates take no result without a call, and a malformed call is none
-        whole = chat.going_on(prompt, _answered(said), schemas)
-    context = [token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
-    if list(whole[: len(context)]) == context:  # this time the template only adds
-        line.add_prompt(whole[len(context) :])
-        return line
-    line.end(RESTARTED)
-    new = episode.open(agent, parent=Parent(trajectory=line.index, turn=len(line.turns) - 1))
-    new.add_prompt(whole)
-    return new
+        full = chat.going_on(prompt, said, schemas)
+    except UserError:  # some templates reject a result without a call, such as that of a malformed call
+        full = chat.going_on(prompt, _with_user_results(said), schemas)
+    context = [token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
+    if list(full[: len(context)]) == context:  # this time the template only appends
+        trajectory.add_prompt(full[len(context) :])
+        return trajectory
+    trajectory.end(RESTARTED)
+    restarted = episode.open(agent, parent=Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1))
+    restarted.add_prompt(full)
+    return restarted
 
 
-def _said(episode: LiveEpisode, line: LiveTrajectory) -> list[Message]:
-    """What the agent and its tools said since the prompt, in this line and in those that it was restarted from."""
-    lines = [line]
-    while (parent := lines[-1].parent) is not None and episode.trajectories[parent.trajectory].stop_reason == RESTARTED:
-        lines.append(episode.trajectories[parent.trajectory])
-    said: list[Message] = []
-    for one in reversed(lines):
-        for turn in one.turns:
-            said += (turn.message, *(Message(role="tool", content=result.output) for result in turn.tool_results))
-    return said
+def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Message]:
+    """The messages of the agent and its tools since the prompt, in this trajectory and those that it was restarted from."""
+    chain = [trajectory]
+    while (parent := chain[-1].parent) is not None and episode.trajectories[parent.trajectory].stop_reason == RESTARTED:
+        chain.append(episode.trajectories[parent.trajectory])
+    messages: list[Message] = []
+    for turn in (turn for part in reversed(chain) for turn in part.turns):
+        messages += (turn.message, *(Message(role="tool", content=result.output) for result in turn.tool_results))
+    return messages
 
 
-def _answered(said: Sequence[Message]) -> list[Message]:
-    """The same, where the user says what no call was made for."""
-    calls, told = 0, []
-    for message in said:
-        if message.role == "tool":
-            told.append(message if calls > 0 else replace(message, role="user"))
-            calls -= 1
-        else:
-            calls = len(message.tool_calls)
-            told.append(message)
-    return told
+def _with_user_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with results that belong to no call as user messages."""
+    calls, changed = 0, []
+    for message in messages:
+        is_result = message.role == "tool"
+        changed.append(replace(message, role="user") if is_result and calls <= 0 else message)
+        calls = calls - 1 if is_result else len(message.tool_calls)
+    return changed

@@ -1,74 +1,57 @@
-"""Files that a sub-agent hands back: from its own sandbox into a folder of its caller's, by patterns of the recipe.
+"""Copies files of a sub-agent from its own sandbox into a folder of its caller, by patterns of the recipe.
 
 They leave the sandbox as a task's outputs do (`agentrl.contract.outputs`): regular files below the working directory, within the same
-bounds. What cannot be taken, or does not go into the caller's directory, is told to the caller and recorded as the policy's failure.
+bounds. Refused files are listed for the caller and recorded as the policy's failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from agentrl.contract.outputs import collect
-from agentrl.protocols import LiveEpisode, Sandbox
+from agentrl.protocols import LiveEpisode
 from agentrl.records import Blame, Failure
 from agentrl.usercode import printable
 
 FOLDER = "helper-{number}"
-"""Where a sub-agent's files come to; `number` is that of its trajectory."""
-MOST_NAMED = 32
-"""Files that the caller is told by name."""
+"""The folder for a sub-agent's files. `number` is the index of its trajectory."""
+MAX_LISTED = 32
+"""Files that the caller sees by name."""
 
 
 async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode, caller: LiveEpisode) -> str:
-    """Copies the files that match `patterns`, and says what the caller is told of it; empty: there are none.
+    """Copies the files that match `patterns`. Returns the list for the caller; empty if there are none. Raises `SandboxError`.
 
     Args:
-        number: of the sub-agent's trajectory.
-        worker: the episode as the sub-agent has it, with a sandbox of its own that is still sound.
-        caller: the episode as the agent has it that called.
-
-    Raises `SandboxError` when either sandbox fails.
+        number: the index of the sub-agent's trajectory.
+        worker: the sub-agent's view of the episode, with its own sandbox.
+        caller: the calling agent's view of the episode.
     """
     if not patterns or not worker.sandbox_opened or worker.sandbox_lost:
         return ""
     sandbox = await worker.sandbox()
     with worker.running(sandbox):
         collected = await collect(sandbox, patterns)
-    refused = dict(collected.refused)
-    taken: list[str] = []
+    refused, copied = dict(collected.refused), []
     if collected.files:
-        sandbox = await caller.sandbox()
+        folder, sandbox = FOLDER.format(number=number), await caller.sandbox()
         with caller.running(sandbox):
-            taken = await _write(sandbox, FOLDER.format(number=number), collected.files, refused)
+            for path, data in collected.files.items():
+                try:
+                    await sandbox.write(f"{folder}/{path}", data)
+                except ValueError as error:  # there is no room, or another file has this path
+                    refused[path] = str(error)[:200]
+                else:
+                    copied.append(f"{folder}/{path}")
     if refused:
         message = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
         failure = Failure(stage="collect", blame=Blame.POLICY, kind="returns_refused", message=message[:2000], turn=worker.turn_count)
         caller.add_failure(failure)
-    return _told(taken, refused)
-
-
-async def _write(sandbox: Sandbox, folder: str, files: Mapping[str, bytes], refused: dict[str, str]) -> list[str]:
-    """The paths that were written; what was not is added to `refused`."""
-    taken = []
-    for path, data in files.items():
-        try:
-            await sandbox.write(f"{folder}/{path}", data)
-        except ValueError as error:  # no room, or something stands in its way
-            refused[path] = str(error)[:200]
-        else:
-            taken.append(f"{folder}/{path}")
-    return taken
-
-
-def _told(taken: Sequence[str], refused: Mapping[str, str]) -> str:
-    lines = []
-    if taken:
-        more = f", and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
-        lines.append(f"files: {', '.join(map(_shown, taken[:MOST_NAMED]))}{more}")
-    lines += [f"not handed back: {_shown(path)}: {_shown(reason)}" for path, reason in list(refused.items())[:MOST_NAMED]]
+    more = f", and {len(copied) - MAX_LISTED} more" if len(copied) > MAX_LISTED else ""
+    lines = [f"files: {', '.join(map(_printable, copied[:MAX_LISTED]))}{more}"] if copied else []
+    lines += [f"not handed back: {_printable(path)}: {_printable(reason)}" for path, reason in list(refused.items())[:MAX_LISTED]]
     return "\n".join(lines)
 
 
-def _shown(text: str) -> str:
-    """A name, or a reason, as a part of a line."""
+def _printable(text: str) -> str:
     return printable(text, 600).replace("\n", "\ufffd")

@@ -170,7 +170,8 @@ class _Call:
 
     def _policy_failure(self, error: BaseException) -> Called:
         """The result of a call whose failure the policy caused."""
-        name, kinds = self.tool.name, {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
+        name = self.tool.name
+        kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
         if isinstance(error, usercode.Overdue):
             text = f"{name} gave no result within {self.timeout_s:g} s"
         elif isinstance(error, Fault):

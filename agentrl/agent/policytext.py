@@ -1,4 +1,4 @@
-"""Errors on the policy's text. A template, a tokenizer or a parser may raise anything on it. The tokens are kept, and the episode is
+"""Errors on the policy's text. A template, tokenizer or parser may raise anything on it. The tokens stay recorded, and the episode is
 scored."""
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from agentrl.errors import InfrastructureError, PluginError, PolicyFault, TaskEr
 from agentrl.protocols import LiveTrajectory
 from agentrl.records import Completion, Message
 
-_BLAMED = (InfrastructureError, PluginError, TaskError, PolicyFault)
-
 
 @contextmanager
 def reading_policy_text(what: str) -> Iterator[None]:
-    """Converts exceptions of code that processes the policy's text to `PolicyFault`. Faults with a blame pass through.
+    """Converts exceptions of code that processes the policy's text to `PolicyFault`. Faults that already have a blame pass through.
 
     Args:
         what: completes the error message "the policy's text cannot be ...".
@@ -28,23 +26,23 @@ def reading_policy_text(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         usercode.let_go(error, since)
-        if usercode.cause(error, *_BLAMED) is not None:
+        if usercode.cause(error, InfrastructureError, PluginError, TaskError, PolicyFault) is not None:
             raise
         usercode.report(f"the policy's text cannot be {what}", error)
         raise PolicyFault(f"the policy's text cannot be {what}: {usercode.describe(error, 1000)}") from error
 
 
 def read_turn(
-    chat: ChatFormat, line: LiveTrajectory, completion: Completion, schemas: Sequence[Mapping[str, Any]] = ()
+    chat: ChatFormat, trajectory: LiveTrajectory, completion: Completion, schemas: Sequence[Mapping[str, Any]] = ()
 ) -> ParsedCompletion:
-    """Reads a completion and adds it to its trajectory as a turn. Raises `PolicyFault` if it cannot be read; the turn is added anyway."""
-    turns = len(line.turns)
+    """Parses a completion and adds it to its trajectory as a turn. Raises `PolicyFault` if it is unreadable; the turn is added anyway."""
+    turns = len(trajectory.turns)
     try:
         with reading_policy_text("read"):
             parsed = chat.parse(completion.token_ids, schemas)
-            line.add_turn(completion, parsed.message)
+            trajectory.add_turn(completion, parsed.message)
             return parsed
     except PolicyFault:
-        if len(line.turns) == turns:
-            line.add_turn(completion, Message(role="assistant", content=""))
+        if len(trajectory.turns) == turns:
+            trajectory.add_turn(completion, Message(role="assistant", content=""))
         raise

@@ -1,6 +1,6 @@
-"""What agents are told, in the words of a recipe: instructions in place of a task's, and descriptions of tools.
+"""Prompts and tool descriptions of a recipe, in place of a task's own.
 
-Tasks and their keys stay what they are, so that two wordings are compared on the same cases.
+Tasks and their keys stay unchanged, so that two wordings can be compared on the same cases.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from agentrl.records import Message, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """What a tool's schema says of it, in place of its own words; an empty text changes nothing."""
+    """Descriptions for a tool's schema, in place of its own. An empty text changes nothing."""
 
     description: str = ""
-    arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> what it means
+    arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> its description
 
 
-def told(line: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
-    """The prompt of a task as its main agent is told it, which the record says where it is not the task's own."""
+def told(trajectory: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
+    """Returns the main agent's prompt for a task, and records it if it is not the task's own."""
     prompt = instructed(task.prompt, instructions)
     if instructions is not None:
-        line.describe("main", prompt)
+        trajectory.describe("main", prompt)
     return prompt
 
 
 def instructed(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
-    """The prompt with these instructions in place of its system messages; None: as it is."""
+    """Returns the prompt with these instructions in place of its system messages; None changes nothing."""
     if instructions is None:
         return tuple(prompt)
     return (Message(role="system", content=instructions), *(message for message in prompt if message.role != "system"))
 
 
 def worded(schema: Mapping[str, Any], words: Words) -> Mapping[str, Any]:
-    """A tool's OpenAI function schema with other words. Raises `UserError` for an argument that the tool does not take."""
-    made = copy.deepcopy(dict(schema))
-    function = made["function"]
+    """Returns a tool's function schema with other descriptions. Raises `UserError` for an argument that it does not have."""
+    changed = copy.deepcopy(dict(schema))
+    function = changed["function"]
     if words.description:
         function["description"] = words.description
     parameters = function.get("parameters")
@@ -50,9 +50,9 @@ def worded(schema: Mapping[str, Any], words: Words) -> Mapping[str, Any]:
     for name, meaning in words.arguments.items():
         if not isinstance(known.get(name), dict):
             raise UserError(
-                f"tools.words.{function['name']}.arguments.{name}: the tool takes no such argument",
-                fix=f"use one of {', '.join(known) or 'none'}, or leave it out",
+                f"tools.words.{function['name']}.arguments.{name}: the tool has no such argument",
+                fix=f"use one of {', '.join(known) or 'none'}, or remove it",
             )
         if meaning:
             known[name]["description"] = meaning
-    return made
+    return changed

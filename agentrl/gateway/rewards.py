@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.gateway.asked import Refused, fields, mapping, text
+from agentrl.gateway.asked import Refused
+from agentrl.gateway.checks import known_fields, mapping, text
 from agentrl.records import Episode, Score, Task
 
 WAIT_S = 20.0
@@ -64,7 +65,7 @@ class Rewards:
 
     def post(self, session: str, body: Any) -> None:
         """Takes one reward for a session. Raises `Refused` for one that is none, for a second one, or for a session that is not known."""
-        asked = fields(body, ("value", "parts", "evidence"))
+        asked = known_fields(body, ("value", "parts", "evidence"))
         parts = mapping(asked.get("parts") or {}, "parts")
         if len(parts) > MAX_PARTS:
             raise Refused("invalid", f"parts has {len(parts)} entries; at most {MAX_PARTS} are taken.", param="parts")

@@ -39,7 +39,7 @@ def test_words_stand_in_the_schema_and_nowhere_else() -> None:
     assert both.bounds.calls == 2 and both.schema["function"]["description"] == "Compute."  # type: ignore[attr-defined]
     assert worded(BUILT_IN["python"].schema, Words(arguments={"code": "c"}))["function"]["description"] == before
     assert worded(BUILT_IN["python"].schema, Words(arguments={"code": ""})) == BUILT_IN["python"].schema, "an empty text changes nothing"
-    with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool takes no such argument"):
+    with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool has no such argument"):
         worded(BUILT_IN["python"].schema, Words(arguments={"cod": "c"}))
 
 

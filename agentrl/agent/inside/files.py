@@ -212,7 +212,8 @@ def replace(path: str, old: str, new: str, limit: int) -> str:
         hint = f"; line {near[0]} differs from its first line in white space only" if near else ": view the file, and give its exact text"
         raise OperationError(f"old does not occur in {printable(path)}{hint}")
     if count > 1:
-        at, numbers = -1, []
+        at = -1
+        numbers: list[str] = []
         while len(numbers) < 20 and (at := text.find(old, at + 1)) >= 0:
             numbers.append(str(text.count("\n", 0, at) + 1))
         lines = ", ".join(numbers)
