@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from agentrl.usercode import printable
+from agentrl.base.user_code import printable
 
 MAX_DEPTH = 8
 MAX_ERRORS = 5

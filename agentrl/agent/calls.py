@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from agentrl.fields import MAX_DIGITS
 from agentrl.records import ToolCall
+from agentrl.records.fields import MAX_DIGITS
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def read_tagged(
         body = opened + len(opening)
         call, end = call_at(text, body, closing, scan, make) if bodies < MAX_CALLS else (None, after(text, closing, body))
         if end < 0:
-            errors.append(str(call) if isinstance(call, NotClosed) else NOT_CLOSED)
+            errors.append(str(call) if isinstance(call, UnclosedCall) else NOT_CLOSED)
             break
         bodies += 1
         outside.append(text[at:opened])
@@ -94,12 +94,12 @@ def call_at(
         body, end = scan(text, at)
         end = skip_space(text, end)
         if not text.startswith(closing, end):
-            raise Refused(f"tool call must end with {closing} where it has {text[end : end + 40]!a}", at=end)
-    except Refused as error:
+            raise CallError(f"tool call must end with {closing} where it has {text[end : end + 40]!a}", at=end)
+    except CallError as error:
         return error, after(text, closing, max(at, error.at))
     try:
         return make(body), end + len(closing)
-    except Refused as error:
+    except CallError as error:
         return error, end + len(closing)
 
 
@@ -123,8 +123,8 @@ def too_many(count: int) -> str:
 def read_call(name: str, arguments: str) -> ToolCall | str:
     """Returns a call from its name and the JSON text of its arguments, or its error, worded for the model."""
     try:
-        return made_call(name, read_json(arguments.strip() or "{}"))
-    except Refused as error:
+        return build_call(name, read_json(arguments.strip() or "{}"))
+    except CallError as error:
         return str(error)
 
 
@@ -132,19 +132,19 @@ def call_of(data: Any, *, key: str = "arguments") -> ToolCall:
     """Returns the call in a JSON object whose arguments are under `key`; without that key, there are none. Raises `Refused`."""
     wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise Refused(wanted)
+        raise CallError(wanted)
     others = {"parameters", "arguments"} & data.keys() if key in data else data.keys() - {"name", "type", "id"}
     if others := others - {key}:
-        raise Refused(f"{wanted}; it has {ascii(min(others))[:80]}")
-    return made_call(data["name"], data.get(key, {}), key=key)
+        raise CallError(f"{wanted}; it has {ascii(min(others))[:80]}")
+    return build_call(data["name"], data.get(key, {}), key=key)
 
 
 def made_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
     """Returns the record of a call. Raises `Refused`; `key` is the name under which the model wrote the arguments."""
     if not isinstance(arguments, dict):
-        raise Refused(f'tool call "{key}" must be an object')
+        raise CallError(f'tool call "{key}" must be an object')
     if len(name) > MAX_NAME:
-        raise Refused(f'tool call "name" of {len(name)} characters; it may have {MAX_NAME}')
+        raise CallError(f'tool call "name" of {len(name)} characters; it may have {MAX_NAME}')
     try:
         return ToolCall(name=name, arguments=arguments)
     except ValueError as error:
@@ -155,7 +155,7 @@ def read_json(text: str) -> Any:
     """Returns the JSON value of a text, within the bounds of a call. Raises `Refused`."""
     value, end = scan_json(text, 0)
     if (rest := skip_space(text, end)) < len(text):
-        raise NotJson(f"tool call is not valid JSON: Extra data at character {rest}")
+        raise InvalidJson(f"tool call is not valid JSON: Extra data at character {rest}")
     return value
 
 
@@ -164,14 +164,14 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
-    except Refused as error:  # from a hook, which does not know its position
-        raise Refused(str(error), at=_read_to(text, at)) from None
+    except CallError as error:  # from a hook, which does not know its position
+        raise CallError(str(error), at=_read_to(text, at)) from None
     except json.JSONDecodeError as error:
-        raise NotJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
+        raise InvalidJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
     except RecursionError:
         raise Refused("tool call is nested too deep") from None
     if end - at > MAX_CHARS:
-        raise Refused(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
+        raise CallError(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
     return value, end
 
 
@@ -192,7 +192,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Refused(f"tool call names {ascii(twice)[:80]} twice in one object")
+        raise CallError(f"tool call names {ascii(twice)[:80]} twice in one object")
     return members
 
 

@@ -13,16 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl.agent.arguments import problems
-from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
-from agentrl.agent.fence import Fence
+from agentrl.agent.arguments import argument_errors
+from agentrl.agent.escaping import ControlTokenEscaper
 from agentrl.agent.forms import Frame, Reading
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
-from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
+from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, probe_tokenizer, select_template
+from agentrl.agent.template_probe import SHOWN, TemplateForm, find_form, rewrites
 from agentrl.errors import UserError
-from agentrl.limits import Thinking
 from agentrl.records import Message, ToolCall
+from agentrl.records.limits import Thinking
 
 WITHHELD = "error: this output is not shown: it contains control tokens of the model"
 
@@ -60,11 +60,11 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> None:
-        tokenizer.chat_template = one_template(tokenizer.chat_template)
+        tokenizer.chat_template = select_template(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
-                fix=f"set policy.chat_template to one that ships ({', '.join(SHIPPED)}) or to a file, or use an instruction-tuned model",
+                fix=f"set policy.chat_template to a shipped one ({', '.join(SHIPPED_TEMPLATES)}) or a file, or use a chat model",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -80,7 +80,7 @@ class ChatFormat:
         self._seam, self._form = found.seam, found.form
         self._check_control_tokens()
         self.tool_format = found.form.name
-        self.told = f"tool calls: {found.form.name} ({found.how})"
+        self.form_summary = f"tool calls: {found.form.name} ({found.how})"
         delta = self._renderer.ids(self._seam.between(SHOWN))
         ends = {end for end in found.ends if end not in found.form.inner}
         handed = {*found.form.hands_over, *(ends if len(ends) > 1 else ())}
@@ -93,7 +93,7 @@ class ChatFormat:
         marked = THINK[1] in str(tokenizer.chat_template) or THINK[1] in control
         self.thinking = Thinking(end=self._renderer.ids(f"\n{THINK[1]}\n\n"), unfinished=self._unfinished) if marked else None
         self.thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
-        self.rewrites = self._check_extended(found, rewritten)
+        self.rewrite_reason = self._check_extended(found, rewritten)
 
     @property
     def exact(self) -> bool:
@@ -120,13 +120,13 @@ class ChatFormat:
         if self.rewrites:
             raise RuntimeError(f"this chat template cannot be extended by deltas: {self.rewrites}")
         names = [call.name for call in after.message.tool_calls] if after else []
-        numbers = list(after.ids) if after else []
+        numbers = list(after.call_ids) if after else []
         key = (len(outputs), tuple(names), tuple(numbers))
         if key not in self._withheld:
             if len(self._withheld) >= _MOST_WITHHELD:  # the policy writes names and ids
                 self._withheld.clear()
             self._withheld[key] = self._delta([WITHHELD] * len(outputs), names, numbers)
-        ids, withheld = self._delta([self.defang(output) for output in outputs], names, numbers), self._withheld[key]
+        ids, withheld = self._delta([self.escape_text(output) for output in outputs], names, numbers), self._withheld[key]
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
@@ -135,7 +135,7 @@ class ChatFormat:
 
         `said` is what the agent and its tools said after the prompt. It is hostile: control tokens in it are escaped.
         """
-        fenced = [self.fenced(message) for message in said]
+        fenced = [self.escape_message(message) for message in said]
         held = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
         ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *held], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
@@ -148,7 +148,7 @@ class ChatFormat:
     def fenced_value(self, value: Any) -> Any:
         """Returns the JSON value with control tokens escaped in its strings and keys."""
         if isinstance(value, str):
-            return self.defang(value)
+            return self.escape_text(value)
         if isinstance(value, Mapping):
             return {self.defang(key): self.fenced_value(item) for key, item in value.items()}
         return [self.fenced_value(item) for item in value] if isinstance(value, list | tuple) else value
@@ -191,7 +191,7 @@ class ChatFormat:
             thought = f"{THINK[0]}\n{reading.thinking}\n{THINK[1]}\n\n"
         answer = (reading.content + forged).strip()
         message = Message(role="assistant", content=(thought + answer).strip(), tool_calls=reading.calls)
-        return ParsedCompletion(message=message, errors=errors, answer=answer, ids=reading.ids, end=end)
+        return ParsedCompletion(message=message, errors=errors, answer=answer, call_ids=reading.ids, end=end)
 
     def _thinking(self, text: str) -> tuple[str, str, bool]:
         """The reasoning with its marks, the text after it, and whether the reasoning has ended."""
@@ -235,7 +235,7 @@ class ChatFormat:
     def _delta(self, outputs: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:
         return self._renderer.ids(self._seam.between(outputs, names, numbers))
 
-    def _check_extended(self, found: Found, rewritten: Rewritten) -> str:
+    def _check_extended(self, found: TemplateForm, rewritten: Rewritten) -> str:
         reason = rewrites(self._renderer, self._seam, found)
         if reason and rewritten == "refuse":
             raise UserError(
@@ -269,10 +269,10 @@ class ChatFormat:
 def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
     """Returns the chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
 
-    First tests tokenizer and template in a separate process (`try_tokenizer`).
+    First tests tokenizer and template in a separate process (`probe_tokenizer`).
     """
     load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as such
-    try_tokenizer(folder, template)
+    probe_tokenizer(folder, template)
     tokenizer = load(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template

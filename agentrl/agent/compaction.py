@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.policytext import read_turn
+from agentrl.config.rollout import CompactionConfig
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolResult
-from agentrl.sections.rollout import CompactionConfig
 
 SUMMARY = "summary"
 """`Trajectory.agent` of a summary."""
@@ -86,4 +86,4 @@ class Compactor:
     def prompt(self, prompt: Sequence[Message], summary: str) -> tuple[Message, ...]:
         """Returns the prompt from which the agent continues: its first prompt, with the summary appended."""
         last = prompt[-1]
-        return (*prompt[:-1], replace(last, content=f"{last.content}\n\n{HEAD}\n{self.chat.defang(summary)}"))
+        return (*prompt[:-1], replace(last, content=f"{last.content}\n\n{HEAD}\n{self.chat.escape_text(summary)}"))

@@ -24,7 +24,7 @@ def current(episode: LiveEpisode) -> LiveTrajectory:
     return next(trajectory for trajectory in reversed(episode.trajectories) if not trajectory.stop_reason)
 
 
-def go_on(
+def continue_context(
     chat: ChatFormat,
     episode: LiveEpisode,
     trajectory: LiveTrajectory,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.agent.tools import ToolOutcome, function_schema
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import TaskError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, Task, ToolCall
-from agentrl.sections.rollout import DelegationConfig
 
 NAME = "delegate"
 WORKER = "worker"

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.agent.tools import MAX_TEXT, Tool, ToolOutcome, show
-from agentrl.agent.typed import tool, typed
+from agentrl.agent.tools import MAX_TEXT, Tool, ToolOutcome, render_result
+from agentrl.agent.typed import tool, typed_tool
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits
 
@@ -95,7 +95,7 @@ async def _run(operation: str, sandbox: Sandbox, limits: Limits, **arguments: An
     call = (operation, _TIME_SHARE * limits.tool_timeout_s, {**arguments, "limit": limits.tool_output_chars})
     code = f"{_source()}\nmain(*{call!r})\n"
     result = await sandbox.python(code, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars + 4096)
-    return ToolOutcome(output=show(result, limits), ok=result.ok)
+    return ToolOutcome(output=render_result(result, limits), ok=result.ok)
 
 
 @cache

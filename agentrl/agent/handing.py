@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from agentrl.contract.outputs import collect
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Blame, Failure
-from agentrl.usercode import printable
+from agentrl.task.outputs import collect_outputs
 
 FOLDER = "helper-{number}"
 """The folder for a sub-agent's files. `number` is the index of its trajectory."""

@@ -14,16 +14,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agentrl import lag, usercode
-from agentrl.agent.provoked import Caller, CallRecord, Case
-from agentrl.agent.tools import MAX_TEXT, OUTAGE, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
-from agentrl.contract.forwarding import ForwardingSandbox
+from agentrl.agent.outage_blame import Caller, CallRecord, OutageCase
+from agentrl.agent.tools import MAX_TEXT, OUTAGE, InvalidOutcome, Tool, ToolFault, ToolOutcome, bounds_of, clip
+from agentrl.base import loop_lag, user_code
+from agentrl.base.outages import Outage, outage_of
+from agentrl.base.secrets import redact
 from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnavailable
-from agentrl.fields import json_object
-from agentrl.outages import Outage, outage
 from agentrl.protocols import Sandbox
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import Blame, Failure, Limits
-from agentrl.secrets import redacted
+from agentrl.records.fields import json_object
 
 T = TypeVar("T")
 
@@ -199,11 +199,11 @@ def checked(given: object, limits: Limits) -> ToolOutcome:
 
 def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) -> Outage | None:
     """The outage that ended a call. `alone`: no sandbox is involved, so a late answer is an outage too."""
-    if isinstance(error, Fault):
+    if isinstance(error, ToolFault):
         return error.outage
-    if isinstance(error, usercode.Overdue):
-        return Outage(text=usercode.text_of(error, 300), late=True) if alone else None
-    return None if isinstance(error, NotAnOutcome) else outage(error, arguments)
+    if isinstance(error, user_code.CallTimeout):
+        return Outage(text=user_code.error_text(error, 300), late=True) if alone else None
+    return None if isinstance(error, InvalidOutcome) else outage_of(error, arguments)
 
 
 class _WatchedSandbox(ForwardingSandbox):
@@ -223,13 +223,13 @@ class _WatchedSandbox(ForwardingSandbox):
         await self._sandbox.close()
 
     async def _through(self, operation: Awaitable[T]) -> T:
-        since = usercode.cancellations()
+        since = user_code.cancellation_count()
         try:
             return await operation
         except ARGUMENT_FAULTS:
             raise
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and usercode.cancellations() > since:
+            if isinstance(error, asyncio.CancelledError) and user_code.cancellation_count() > since:
                 self.lost = self.lost or self.error is None
                 if self.lost:
                     self._on_lost()

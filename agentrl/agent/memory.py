@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.agent.tools import Tool, ToolOutcome
-from agentrl.agent.typed import Typed, tool, typed
+from agentrl.agent.typed import TypedTool, tool, typed_tool
 from agentrl.protocols import EpisodeMemory, Sandbox
 from agentrl.records import Limits
 
@@ -48,7 +48,7 @@ class MemoryTool:
 
     needs_sandbox = False
 
-    def __init__(self, method: Typed, notebook: Notebook) -> None:
+    def __init__(self, method: TypedTool, notebook: Notebook) -> None:
         self.name, self.schema = method.name, method.schema
         self.bounds, self.together = method.bounds, method.together
         self._method = method

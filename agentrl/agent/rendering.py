@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentrl.agent.template import SHIPPED
-from agentrl.causes import short
+from agentrl.agent.template import SHIPPED_TEMPLATES
+from agentrl.base.error_text import one_line_error
+from agentrl.base.processes import deadline_alarm
 from agentrl.errors import UserError
-from agentrl.processes import alarm
 from agentrl.records import Message
 
 THINK = ("<think>", "</think>")
@@ -83,7 +83,7 @@ class Renderer:
         except Exception as error:  # a template is a program, and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
-                f"the chat template cannot render messages of {roles}{' with tools' if tools else ''}: {short(error)}", fix=OTHER
+                f"the chat template cannot render messages of {roles}{' with tools' if tools else ''}: {one_line_error(error)}", fix=OTHER
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl import foreign
+from agentrl.base import untrusted_files
+from agentrl.base.files import sha256_file
+from agentrl.base.processes import import_environment
 from agentrl.errors import UserError
-from agentrl.files import sha256_file
-from agentrl.processes import importing_from
 
 SHIPPED = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
 """Names of the templates in `agentrl/agent/templates/`. None adds a system message."""
@@ -57,7 +57,7 @@ def read_template(name: str, root: Path) -> str:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
     try:
-        content = foreign.content(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
+        content = untrusted_files.read_bytes(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
     except (OSError, ValueError):
         raise UserError(
             f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED)}) nor a file", fix=f"use one of them, or create {path}"
@@ -81,7 +81,7 @@ def one_template(given: Any) -> Any:
     return given.get("tool_use") or given.get("default") if isinstance(given, Mapping) else given
 
 
-def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
+def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     """Renders conversations of many shapes with a template in a separate process.
 
     Raises `UserError` if it takes more than `cpu_s` seconds of CPU time or too much memory, or writes too much. `ChatFormat` reports other
@@ -90,7 +90,7 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     _try(text, None, cpu_s)
 
 
-def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
+def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
     """Loads the tokenizer of a model in a separate process, encodes and decodes texts, and tests its template, or `text`.
 
     Loading has a separate bound, because a large vocabulary takes seconds. The same files are tested once per process.
@@ -131,7 +131,7 @@ def _run_child(text: str | None, folder: str | None, cpu_s: float) -> tuple[int 
             input=json.dumps([text, folder, cpu_s]).encode(),
             capture_output=True,
             timeout=_WALL_S,
-            env=importing_from(_ROOT),
+            env=import_environment(_ROOT),
         )
     except subprocess.TimeoutExpired:
         return None, ""

@@ -12,26 +12,26 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from agentrl import usercode
-from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, named, offered
+from agentrl.agent.mcp.servers import MCP_PREFIX, NO_TOOLS, ServerConnection, ServerTool, named, offered
 from agentrl.agent.memory import memory_tools
 from agentrl.agent.recorded import recorded_tools
-from agentrl.agent.shipped import SHIPPED
-from agentrl.agent.tools import FREE, Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
-from agentrl.agent.typed import TaskData, Typed, is_tool, run, typed
-from agentrl.agent.wording import Words, worded
-from agentrl.contract.recorded import NAME as RECORDED
+from agentrl.agent.shipped import SHIPPED_TOOLS
+from agentrl.agent.tools import NO_BOUNDS, Bounds, Tool, ToolOutcome, bounds_of, definition_problem, runs_together
+from agentrl.agent.typed import TaskData, TypedTool, is_tool, run, typed_tool
+from agentrl.agent.wording import ToolWording, reworded_schema
+from agentrl.base import user_code
 from agentrl.errors import PluginError, TaskError
-from agentrl.fields import json_value
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import EpisodeMemory, Sandbox, ToolSource
 from agentrl.records import Limits, Task
+from agentrl.records.fields import json_value
+from agentrl.task.recorded_tools import RECORDED_TOOLS as RECORDED
 
 
 class Toolbox(Mapping[str, Tool]):
     """Tools by the name that the agent uses. Objects and connections are opened by the first call; the owner must call `close`."""
 
-    def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, Kept], connections: Mapping[str, Connection]) -> None:
+    def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, ToolInstance], connections: Mapping[str, ServerConnection]) -> None:
         self._tools = tools
         self.kept = kept  # reference -> the episode's object of that class
         self._stateful: Mapping[str, Kept | Connection] = {**kept, **connections}
@@ -86,7 +86,7 @@ class Kept:
             return self._object
 
     async def _new(self) -> Any:
-        return await usercode.threaded(self.kind, what=f"opening {self.kind.__name__}")
+        return await user_code.run_in_thread(self.kind, what=f"opening {self.kind.__name__}")
 
     async def _reopened(self) -> Any:
         if not hasattr(self.kind, "restore"):
@@ -118,12 +118,12 @@ class Kept:
         closing, self._object = self._object, None
         if not hasattr(closing, "close"):
             return
-        what, since = f"closing {self.kind.__name__}", usercode.cancellations()
+        what, since = f"closing {self.kind.__name__}", user_code.cancellation_count()
         try:
             await usercode.call(lambda: run(closing.close, closing.close, what=what), what=what, timeout_s=timeout_s)
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
+            user_code.reraise_if_fatal(error, since)
+            user_code.log_unexpected(what, error)
 
 
 class KeptTool:
@@ -131,23 +131,23 @@ class KeptTool:
 
     repeats = False  # after an outage, which may have changed the object
 
-    def __init__(self, method: Typed, kept: Kept) -> None:
+    def __init__(self, method: TypedTool, kept: ToolInstance) -> None:
         self.name, self.schema, self.needs_sandbox = method.name, method.schema, method.needs_sandbox
         self.bounds, self.together = method.bounds, method.together
         self._method = method
         self._kept = kept
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        function: Callable[..., Any] = getattr(await self._kept.opened(), self.name)
+        function: Callable[..., Any] = getattr(await self._kept.open(), self.name)
         return await self._method.call(function, arguments, sandbox, limits)
 
 
 class Within:
     """A tool with the recipe's bounds and descriptions."""
 
-    def __init__(self, tool: Tool, bounds: Bounds, words: Words) -> None:
-        self.name, self.schema, self.needs_sandbox = tool.name, worded(tool.schema, words), tool.needs_sandbox
-        self.bounds, self.together = bounds_of(tool).but(bounds), runs_together(tool)
+    def __init__(self, tool: Tool, bounds: Bounds, words: ToolWording) -> None:
+        self.name, self.schema, self.needs_sandbox = tool.name, reworded_schema(tool.schema, words), tool.needs_sandbox
+        self.bounds, self.together = bounds_of(tool).overridden_by(bounds), runs_together(tool)
         self.opening_s, self.repeats = getattr(tool, "opening_s", 0.0), getattr(tool, "repeats", True)
         self._tool = tool
 
@@ -175,11 +175,11 @@ def load_tools(
         PluginError: a reference does not resolve to a valid tool.
     """
     tools: dict[str, Tool] = {}
-    kept: dict[str, Kept] = {}
-    connections: dict[str, Connection] = {}
+    kept: dict[str, ToolInstance] = {}
+    connections: dict[str, ServerConnection] = {}
     run, saved = run or NO_TOOLS, saved or {}
     for name in names:
-        for tool in _of_server(name, run, connections, saved) if name.startswith(PREFIX) else _loaded(name, kept, saved, task):
+        for tool in _of_server(name, run, connections, saved) if name.startswith(MCP_PREFIX) else _loaded(name, kept, saved, task):
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="rename one of them")
             tools[tool.name] = _of_recipe(tool, run)
@@ -195,7 +195,7 @@ def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
     """The tool with the recipe's bounds and descriptions. Raises `UserError` for the description of an unknown argument."""
     if tool.name not in run.bounds and tool.name not in run.words:
         return tool
-    return Within(tool, run.bounds.get(tool.name, FREE), run.words.get(tool.name, Words()))
+    return RecipeTool(tool, run.bounds.get(tool.name, NO_BOUNDS), run.words.get(tool.name, ToolWording()))
 
 
 def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
@@ -210,8 +210,8 @@ def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Ta
     """The tools of one name in a task."""
     if name == RECORDED:
         return recorded_tools(task)
-    if name in SHIPPED:
-        return (SHIPPED[name],)
+    if name in SHIPPED_TOOLS:
+        return (SHIPPED_TOOLS[name],)
     if ":" not in name:
         raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED)}, or a reference such as mytools:search")
     resolved = resolve(name)
@@ -275,7 +275,7 @@ def _fields_of(kind: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(kind)
     except Exception as error:
-        reason = usercode.describe(error)
+        reason = user_code.describe_error(error)
         raise PluginError(
             f"the tools of {kind.__name__} have a state that JSON cannot represent ({reason})", fix="or define state() and restore()"
         ) from None

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from agentrl import usercode
-from agentrl.fields import Record, Text
-from agentrl.outages import Outage
+from agentrl.base import user_code
+from agentrl.base.outages import Outage
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
+from agentrl.records.fields import Record, Text
 
 MAX_TEXT = 300_000
 """Characters of a program that a tool runs. A sandbox does not accept a much longer command line."""
@@ -39,7 +39,7 @@ OUTAGE = "mcp_outage"
 class Fault(Exception):
     """A failed call. The agent sees `text`, and the episode's record has `kind`.
 
-    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.provoked`).
+    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.outage_blame`).
     """
 
     def __init__(self, kind: str, text: str, *, outage: Outage | None = None) -> None:
@@ -72,7 +72,7 @@ class Bounds:
         )
 
 
-FREE = Bounds()
+NO_BOUNDS = Bounds()
 
 
 def bounds_of(tool: Tool) -> Bounds:
@@ -101,7 +101,7 @@ class Tool(Protocol):
         """Runs a call. For invalid arguments, it should return an outcome with ok=False that tells the agent what is expected.
 
         After an exception, an invalid outcome or none in time, the agent gets an error and its episode is scored. An outage
-        (`agentrl.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
         """
 
 
@@ -130,7 +130,7 @@ class ProgramTool(abc.ABC):
             return ToolOutcome(output=f"error: {self.name} accepts up to {MAX_TEXT} characters without NUL", ok=False)
         assert sandbox is not None, "needs_sandbox is True"
         result = await self.run(sandbox, text, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars)
-        return ToolOutcome(output=show(result, limits), ok=result.ok)
+        return ToolOutcome(output=render_result(result, limits), ok=result.ok)
 
     @abc.abstractmethod
     async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
@@ -199,7 +199,7 @@ def problem_of(tool: Any) -> str:
     try:
         name, needs_sandbox, schema = tool.name, tool.needs_sandbox, tool.schema
     except Exception as error:
-        return f"has no name, needs_sandbox or schema ({usercode.describe(error)})"
+        return f"has no name, needs_sandbox or schema ({user_code.describe_error(error)})"
     if not isinstance(name, str) or not name.strip():
         return f"has the name {name!r}, which is not a text"
     if not isinstance(needs_sandbox, bool):

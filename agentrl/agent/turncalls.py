@@ -9,14 +9,15 @@ from collections.abc import Coroutine, Iterator, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from agentrl.agent.invoke import Called, call_tool
-from agentrl.agent.provoked import Caller
+from agentrl.agent.invoke import CallResult, call_tool
+from agentrl.agent.outage_blame import Caller
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
 from agentrl.errors import InfrastructureError
 from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, Failure, ToolCall, ToolResult
+from agentrl.records.fields import json_object
 
 SUBMIT = "submit"
 """The tool that hands in an answer."""
@@ -24,7 +25,7 @@ SUBMIT = "submit"
 T = TypeVar("T")
 
 
-async def call_all(
+async def run_calls(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], *, spent: Counter[str], also: Sequence[str] = ()
 ) -> tuple[tuple[ToolResult, ...], str | None]:
     """Runs calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer.

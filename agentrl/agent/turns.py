@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.compaction import Compactor
-from agentrl.agent.contexts import current, go_on
+from agentrl.agent.contexts import continue_context, current_trajectory
 from agentrl.agent.handing import hand_back
 from agentrl.agent.policytext import read_turn, reading_policy_text
 from agentrl.agent.toolbox import Toolbox, load_tools
@@ -27,7 +27,6 @@ from agentrl.agent.wording import told
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
-from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 
 _SHOWN = "shown to it again with its tool results"
 
@@ -238,7 +237,7 @@ class Speaker:
         refused: list[str] = []
         for _ in numbers:
             self._spent[delegation.NAME] += 1
-            over = over_budget(self._episode, self._spent, delegation.NAME)
+            over = budget_error(self._episode, self._spent, delegation.NAME)
             refused.append(over.output if over is not None else "")
         allowed = [calls[number] for number, refusal in zip(numbers, refused, strict=True) if not refusal]
         copy, copy_error = None, ""

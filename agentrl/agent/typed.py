@@ -14,14 +14,14 @@ from typing import Any, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import to_json
 
-from agentrl import usercode
-from agentrl.agent.arguments import example
-from agentrl.agent.tools import FREE, Bounds, NotAnOutcome, ToolOutcome
-from agentrl.contract.leaks import without_truth
+from agentrl.agent.arguments import argument_example
+from agentrl.agent.tools import NO_BOUNDS, Bounds, InvalidOutcome, ToolOutcome
+from agentrl.base import user_code
 from agentrl.errors import PluginError
-from agentrl.fields import json_object
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits, Task
+from agentrl.records.fields import json_object
+from agentrl.task.leaks import without_truth
 
 F = TypeVar("F", bound=Callable[..., Any])
 

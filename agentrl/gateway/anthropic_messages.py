@@ -151,7 +151,7 @@ def _head(answer: Answer) -> dict[str, Any]:
     return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
 
 
-def _blocks(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
+def _blocks(answer: Answer, asked: CompletionRequest) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if answer.reasoning and asked.options.get("thinking"):
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
@@ -197,13 +197,13 @@ class _Tools:
         """Returns the definition of the tool that a result refers to, as a line. Raises `Refused`."""
         name = text(reference, f"{where}.tool_name")
         if name not in self._known:
-            raise Refused("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
+            raise RequestError("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
         if name in self._deferred:
             self.loaded[name] = self._deferred[name]
         line = json.dumps(self._known[name], ensure_ascii=False) + "\n"
         self._chars += len(line)
         if self._chars > MAX_BODY:
-            raise Refused("too_large", f"{where}: references to tools of more than {MAX_BODY} characters.", param=where)
+            raise RequestError("too_large", f"{where}: references to tools of more than {MAX_BODY} characters.", param=where)
         return line
 
 
@@ -212,11 +212,11 @@ def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role not in ("user", "assistant", "system"):
-        raise Refused("invalid", f"{where}.role: must be user, assistant or system", param=f"{where}.role")
+        raise RequestError("invalid", f"{where}.role: must be user, assistant or system", param=f"{where}.role")
     if isinstance(content, str):
         return [said(role, content)]
     texts: list[str] = []
-    results: list[Said] = []
+    results: list[RequestMessage] = []
     calls: list[tuple[str, ToolCall]] = []
     for at, item in enumerate(array(content, f"{where}.content")):
         here = f"{where}.content[{at}]"
@@ -230,7 +230,9 @@ def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
             name, ok = text(block.get("tool_use_id"), f"{here}.tool_use_id"), not flag(block.get("is_error"), f"{here}.is_error")
             results.append(said("tool", _result(block.get("content"), here, tools), call_id=name, ok=ok))
         elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
-            raise Refused("unsupported", f"{here}.type: blocks of type {str(kind)[:40]!a} are not supported here", param=f"{here}.type")
+            raise RequestError(
+                "unsupported", f"{here}.type: blocks of type {str(kind)[:40]!a} are not supported here", param=f"{here}.type"
+            )
     if role == "assistant":
         return [said(role, "".join(texts), [call for _, call in calls], call_ids=tuple(name for name, _ in calls))]
     return [*results, *([said(role, "\n".join(texts))] if texts or not results else [])]
@@ -239,7 +241,7 @@ def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
 def _text(value: Any, where: str) -> str:
     block = mapping(value, where)
     if block.get("type") != "text":
-        raise Refused("unsupported", f"{where}.type: only text is supported here", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only text is supported here", param=f"{where}.type")
     return text(block.get("text"), f"{where}.text")
 
 

@@ -147,7 +147,7 @@ def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
-def _written(answer: Answer, asked: Asked) -> dict[str, Any]:
+def _written(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else ""), "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -170,7 +170,7 @@ def _usage(answer: Answer) -> dict[str, int]:
     return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens, "total_tokens": total}
 
 
-def _message(value: Any, where: str) -> Said:
+def _message(value: Any, where: str) -> RequestMessage:
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role in ("system", "developer", "user"):
@@ -204,7 +204,7 @@ def _call(value: Any, where: str) -> tuple[str, ToolCall]:
 def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") != "function":
-        raise Refused("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
     return _function(about.get("function"), f"{where}.function")
 
 

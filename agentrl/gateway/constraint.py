@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.asked import Asked, Refused
+from agentrl.gateway.request import CompletionRequest, RequestError
 from agentrl.gateway.schemas import ANY_OBJECT, Schemas
 from agentrl.gateway.tokens import Chat
 
@@ -38,7 +38,7 @@ def constraint(asked: Asked, chat: Chat) -> str:
     return json.dumps({"type": "structural_tag", "format": answer})
 
 
-def _calls(asked: Asked, names: Sequence[str], chat: Chat) -> dict[str, Any]:
+def _calls(asked: CompletionRequest, names: Sequence[str], chat: Chat) -> dict[str, Any]:
     """The format of one or more calls of these tools."""
     schemas, tags, between = Schemas(), [], ""
     for at, tool in enumerate(asked.known_tools):
@@ -49,10 +49,10 @@ def _calls(asked: Asked, names: Sequence[str], chat: Chat) -> dict[str, Any]:
         if frame is None or not _NAME.fullmatch(function["name"]):
             why = "guided decoding does not support the policy's form of calls" if frame is None else "its name may only have A-Za-z0-9_.-"
             where = asked.forced_by or "tools"
-            raise Refused("unsupported", f"{where}: a call of {function['name'][:100]!a} cannot be forced: {why}.", param=where)
+            raise RequestError("unsupported", f"{where}: a call of {function['name'][:100]!a} cannot be forced: {why}.", param=where)
         try:
             schema = {**ANY_OBJECT, **schemas.rebuilt(function["parameters"], f"tools[{at}]")}
-        except Refused:
+        except RequestError:
             if function["name"] in asked.strict:
                 raise
             schema = dict(ANY_OBJECT)

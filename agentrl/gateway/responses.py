@@ -140,7 +140,7 @@ def _response(answer: Answer, asked: Asked, *, status: str) -> dict[str, Any]:
     }
 
 
-def _items(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
+def _items(answer: Answer, asked: CompletionRequest) -> list[dict[str, Any]]:
     spaces = asked.options.get("spaces", {})
     items: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -169,7 +169,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _messages(items: Sequence[Any]) -> list[Said]:
+def _messages(items: Sequence[Any]) -> list[RequestMessage]:
     """Converts items to messages. Joins the texts and calls of one turn, which are separate items in any order."""
     messages: list[Said] = []
     texts: list[str] = []  # of the turn that is being joined
@@ -206,7 +206,7 @@ def _messages(items: Sequence[Any]) -> list[Said]:
             messages.append(said("user" if role == "user" else "system", _content(item.get("content"), f"{where}.content")))
         else:
             field = "role" if kind == "message" else "type"
-            raise Refused("unsupported", f"{where}.{field}: items of this {field} are not supported.", param=f"{where}.{field}")
+            raise RequestError("unsupported", f"{where}.{field}: items of this {field} are not supported.", param=f"{where}.{field}")
     end_turn()
     return messages
 
@@ -242,7 +242,7 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
             function = tool["function"]
             chars += len(shared)
             if chars > MAX_BODY:
-                raise Refused("too_large", f"tools: descriptions of more than {MAX_BODY} characters.", param="tools")
+                raise RequestError("too_large", f"tools: descriptions of more than {MAX_BODY} characters.", param="tools")
             if space is not None:
                 full_name, own_name = space + _SEPARATOR + function["name"], function["name"]
                 function |= {"name": full_name, "description": "\n".join(filter(None, (shared, function["description"])))}

@@ -51,7 +51,7 @@ class Schemas:
         rebuilt |= {"$defs": definitions} if definitions else {}
         for name in sorted(self._wanted):
             if name not in definitions:
-                raise Refused("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
+                raise RequestError("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
             if name in _same_as(name, definitions):
                 raise Refused("invalid", f"{where}: definition {name[:80]!a} refers only to itself.", param=where)
         return rebuilt
@@ -74,7 +74,7 @@ class Schemas:
             case "$ref":
                 reference = _REFERENCE.fullmatch(text(value, where))
                 if reference is None:
-                    raise Refused("unsupported", f"{where}: only references to $defs are supported.", param=where)
+                    raise RequestError("unsupported", f"{where}: only references to $defs are supported.", param=where)
                 self._wanted.add(reference[1])
                 return {key: f"#/$defs/{reference[1]}"}
             case "type":
@@ -91,7 +91,7 @@ class Schemas:
             case "anyOf" | "oneOf" | "allOf" | "prefixItems":
                 some = [self._schema(item, f"{where}[{at}]", depth) for at, item in enumerate(array(value, where))]
                 if key == "allOf" and len(some) != 1:
-                    raise Refused("unsupported", f"{where}: must contain exactly one schema.", param=where)
+                    raise RequestError("unsupported", f"{where}: must contain exactly one schema.", param=where)
                 return some[0] if key == "allOf" else {"prefixItems" if key == "prefixItems" else "anyOf": some}
             case "items":
                 return {key: self._schema(value, where, depth)}
@@ -102,7 +102,7 @@ class Schemas:
     def _text(self, value: str, where: str) -> str:
         self._chars += len(value)
         if self._chars > MAX_CHARS:
-            raise Refused("invalid", f"{where}: names and values have more than {MAX_CHARS} characters.", param=where)
+            raise RequestError("invalid", f"{where}: names and values have more than {MAX_CHARS} characters.", param=where)
         return value
 
 
@@ -132,7 +132,7 @@ def _plain(key: str, value: Any, where: str) -> Any:
         return value
     if key == "format":
         return _among([value], _FORMATS, where)[0]
-    raise Refused("unsupported", f"{where}: this keyword or its value is not supported in the schema of an answer.", param=where)
+    raise RequestError("unsupported", f"{where}: this keyword or its value is not supported in the schema of an answer.", param=where)
 
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:

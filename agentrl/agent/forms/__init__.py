@@ -26,4 +26,4 @@ def named(name: str) -> CallForm:
     return FORMS[name]
 
 
-__all__ = ["FORMS", "CallForm", "Frame", "Reading", "Schemas", "named"]
+__all__ = ["FORMS", "CallForm", "Frame", "Reading", "Schemas", "call_form"]

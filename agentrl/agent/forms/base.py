@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.agent.arguments import Allowed, Parameters
-from agentrl.agent.calls import MAX_CALLS, NotJson, Refused, read_json, too_many
+from agentrl.agent.calls import MAX_CALLS, CallError, InvalidJson, read_json, too_many
 from agentrl.records import ToolCall
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -116,8 +116,8 @@ def value_of(text: str, allowed: Allowed) -> Any:
         return _PYTHONS[text][1]
     try:
         value = read_json(text)
-    except Refused as error:
-        if isinstance(error, NotJson) or ("string" in kinds and allowed.fits(text)):
+    except CallError as error:
+        if isinstance(error, InvalidJson) or ("string" in kinds and allowed.fits(text)):
             return text
         raise
     if value is None and "null" in kinds:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_NAME, Refused, made_call, scan_json, skip_space
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, CallError, build_call, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -58,7 +58,7 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
     """The channel and recipient of a message. Raises `Refused` if it is not the assistant's: the model must not write tool results."""
     if len(header) > _MOST_HEADER:
-        raise Refused(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
+        raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
     started = header.strip().startswith(START)
     if not started and not first:
         raise Refused("the end of a message must be followed by <|start|>assistant or the end of the turn")

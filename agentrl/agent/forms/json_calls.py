@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, OPEN, NotJson, Refused, call_of, read_calls, scan_json
+from agentrl.agent.calls import MAX_CALLS, OPEN, CallError, InvalidJson, call_from_object, read_calls, scan_json
 from agentrl.agent.forms.base import CallForm, Collected, Frame, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -56,7 +56,7 @@ def _is_call(body: str) -> bool:
         return False
     try:
         data, _ = scan_json(body, 0)
-    except Refused:
+    except CallError:
         return _BROKEN.match(body) is not None
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return False
@@ -65,7 +65,7 @@ def _is_call(body: str) -> bool:
 
 def _llama3(data: Any) -> ToolCall:
     other = isinstance(data, dict) and "parameters" not in data and "arguments" in data
-    return call_of(data, key="arguments" if other else "parameters")
+    return call_from_object(data, key="arguments" if other else "parameters")
 
 
 HERMES = CallForm(

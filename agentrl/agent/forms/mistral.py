@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, Refused, after, call_of, made_call, scan_json, skip_space
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, CallError, after, build_call, call_from_object, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 

@@ -9,9 +9,9 @@ import re
 from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_CHARS, Refused, integer, made_call, number
+from agentrl.agent.calls import MAX_CALLS, MAX_CHARS, CallError, build_call, integer, number
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas, name_of
-from agentrl.fields import MAX_DEPTH
+from agentrl.records.fields import MAX_DEPTH
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _START = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\(\s*(\)|[A-Za-z_]\w*\s*=(?!=))?")
@@ -100,7 +100,7 @@ class _Reader:
     def value(self, depth: int) -> Any:
         first = self.next()
         if depth > MAX_DEPTH:
-            raise Refused(f"tool call is nested deeper than {MAX_DEPTH} levels")
+            raise CallError(f"tool call is nested deeper than {MAX_DEPTH} levels")
         if first in ('"', "'"):
             return self.string()
         if first == "[":
@@ -151,7 +151,7 @@ class _Reader:
 
 def _put(into: dict[str, Any], key: str, value: Any) -> None:
     if key in into:
-        raise Refused(f"tool call names {ascii(key)[:80]} twice in one object")
+        raise CallError(f"tool call names {ascii(key)[:80]} twice in one object")
     into[key] = value
 
 

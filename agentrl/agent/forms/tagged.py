@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.agent.arguments import Allowed
-from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, NotClosed, Refused, made_call, read_tagged, scan_json
+from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, CallError, UnclosedCall, build_call, read_tagged, scan_json
 from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas, declared, value_of
 from agentrl.records import ToolCall
 
@@ -61,7 +61,7 @@ def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     """`<function=NAME>`, then `<parameter=KEY>` ... `</parameter>` for each argument, each value on separate lines, `</function>`."""
     start, at = at, _space(text, at)
     if not text.startswith("<function=", at):
-        raise Refused("tool call must be <function=NAME> ... </function> within its tags")
+        raise CallError("tool call must be <function=NAME> ... </function> within its tags")
     name, at = _named(text, at, "<function=")
     at, parameters = _space(text, at), declared(schemas, name)
     arguments: list[tuple[str, str, Allowed]] = []
@@ -88,19 +88,19 @@ def _value(
             _, end = scan_json(text, at)
             if closed := closing.match(text, _space(text, end)):
                 return text[at : closed.start()], closed.end()
-        except Refused as error:
+        except CallError as error:
             start = max(at, error.at)
     end_tag = closing.search(text, start)
     if end_tag is None:
         raise NotClosed(f"{NOT_CLOSED}: {opening} is opened but not closed", at=len(text))
     if swallowed := following.search(text, start, end_tag.start()):
-        raise Refused(f"tool call opens {opening} and does not close it before {ascii(swallowed[0])[1:81]}", at=end_tag.end())
+        raise CallError(f"tool call opens {opening} and does not close it before {ascii(swallowed[0])[1:81]}", at=end_tag.end())
     return text[at : end_tag.start()], end_tag.end()
 
 
 def _bounded(start: int, end: int) -> int:
     if end - start > MAX_CHARS:
-        raise Refused(f"tool call of {end - start} characters; it may have {MAX_CHARS}", at=end)
+        raise CallError(f"tool call of {end - start} characters; it may have {MAX_CHARS}", at=end)
     return end
 
 
@@ -127,9 +127,9 @@ def _call(body: _Body) -> ToolCall:
     arguments: dict[str, Any] = {}
     for key, value, allowed in written:
         if key in arguments:
-            raise Refused(f"tool call names {ascii(key)[:80]} twice in one object")
+            raise CallError(f"tool call names {ascii(key)[:80]} twice in one object")
         arguments[key] = value_of(value, allowed)
-    return made_call(name, arguments)
+    return build_call(name, arguments)
 
 
 GLM45 = CallForm(

@@ -4,7 +4,7 @@ The client supports the handshake, `tools/list` and `tools/call`, up to revision
 everything it sends are bounded, and its text is cleaned.
 """
 
-from agentrl.agent.mcp.offers import Offer
 from agentrl.agent.mcp.servers import RunTools, Server, ServerTool
+from agentrl.agent.mcp.tool_list import ListedTool
 
-__all__ = ["Offer", "RunTools", "Server", "ServerTool"]
+__all__ = ["ListedTool", "RunTools", "Server", "ServerTool"]

@@ -62,7 +62,7 @@ def revision(answer: Mapping[str, Any]) -> str:
         raise Wrong(f"it requires revision {clean(chosen, 40)!r} of the protocol; supported: {', '.join(REVISIONS)}")
     capabilities = answer.get("capabilities")
     if not isinstance(capabilities, dict) or "tools" not in capabilities:
-        raise Wrong("it offers no tools")
+        raise InvalidMessage("it offers no tools")
     return str(chosen)
 
 

@@ -17,21 +17,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl import secrets, usercode
-from agentrl.agent.arguments import example, problems
+from agentrl.agent.arguments import argument_errors, argument_example
 from agentrl.agent.mcp import messages
-from agentrl.agent.mcp.messages import Refused, Wrong
-from agentrl.agent.mcp.offers import MAX_PAGES, MAX_TOOLS, Offer, changed
-from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place, Unanswered
-from agentrl.agent.provoked import CallRecord
-from agentrl.agent.tools import FREE, OUTAGE, Bounds, Fault, ToolOutcome
-from agentrl.agent.wording import Words
+from agentrl.agent.mcp.messages import InvalidMessage, ServerError
+from agentrl.agent.mcp.tool_list import MAX_PAGES, MAX_TOOLS, ListedTool, tool_difference
+from agentrl.agent.mcp.transports import ENDINGS, HTTPTransport, SandboxTransport, StdioTransport, Transport, Unanswered
+from agentrl.agent.outage_blame import CallRecord
+from agentrl.agent.tools import NO_BOUNDS, OUTAGE, Bounds, ToolFault, ToolOutcome
+from agentrl.agent.wording import ToolWording
+from agentrl.base import secrets, user_code
+from agentrl.base.liveness import AnswerLiveness
+from agentrl.base.outages import Outage, outage_phrase
+from agentrl.config.tools import MCPConfig
 from agentrl.errors import InfrastructureError, TaskError, UserError
-from agentrl.liveness import Answers
-from agentrl.outages import Outage, outage_in
 from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
-from agentrl.sections.tools import MCPConfig
 
 PREFIX = "mcp:"
 MAX_FAILURES = 3
@@ -57,10 +57,12 @@ class Server:
     def place(self) -> Place:
         """Returns a new transport to the server."""
         if self.config.url:
-            return OverHTTP(self.config.url, key_env=self.config.key_env)
+            return HTTPTransport(self.config.url, key_env=self.config.key_env)
         if self.config.command:
-            return InSandbox(self.name, self.config.command)
-        return OnHost(self.config.host_command, {name: secrets.read(where) for name, where in self.config.env.items()}, self.root)
+            return SandboxTransport(self.name, self.config.command)
+        return StdioTransport(
+            self.config.host_command, {name: secrets.read_secret(where) for name, where in self.config.env.items()}, self.root
+        )
 
     def check_secrets(self) -> None:
         """Raises `UserError` if a secret reference of the recipe does not resolve."""
@@ -68,7 +70,7 @@ class Server:
         references |= {"key_env": f"env:{self.config.key_env}"} if self.config.key_env else {}
         for key, where in references.items():
             try:
-                secrets.read(where)
+                secrets.read_secret(where)
             except UserError as error:
                 raise UserError(f"tools.mcp.{self.name}.{key}: {error.message}", fix=error.fix) from None
 
@@ -79,7 +81,7 @@ class Connection:
     def __init__(self, server: Server, *, restored: bool = False) -> None:
         self.server = server
         self.used = restored
-        self._place = server.place()
+        self._place = server.transport()
         self._open = False
         self._number = 0
         self._failures = 0
@@ -95,10 +97,10 @@ class Connection:
         what, since = f"closing MCP server {self.server.name}", usercode.cancellations()
         self._open = False
         try:
-            await usercode.call(self._place.close, what=what, timeout_s=timeout_s)
+            await user_code.call_user_code(self._place.close, what=what, timeout_s=timeout_s)
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
+            user_code.reraise_if_fatal(error, since)
+            user_code.log_unexpected(what, error)
 
     async def call(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Calls one of the server's tools.
@@ -128,8 +130,8 @@ class Connection:
             return ""
         before, outside = self.used, not self.server.in_sandbox
         try:
-            listed = await self.listed(sandbox)
-        except (Unanswered, Wrong, Refused) as error:
+            listed = await self.list_tools(sandbox)
+        except (Unanswered, InvalidMessage, ServerError) as error:
             if outside and not before:
                 raise InfrastructureError(f"MCP server {self.server.name}: {error}") from None
             raise self._fault(error) from None
@@ -138,7 +140,7 @@ class Connection:
             if outside and not before:
                 raise InfrastructureError(f"MCP server {self.server.name}: {text}")
             self._given_up = text
-            raise Fault("mcp_changed", text, outage=Outage(text=f"MCP server {self.server.name}: {text}") if outside else None)
+            raise ToolFault("mcp_changed", text, outage=Outage(text=f"MCP server {self.server.name}: {text}") if outside else None)
         self._open = True
         return f"note: the server {self.server.name} was restarted; its state is lost\n" if before else ""
 
@@ -146,7 +148,7 @@ class Connection:
         """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `Wrong`, `Refused`."""
         until = time.monotonic() + self.server.config.start_timeout_s
         self._number = 1
-        answer = await self._place.ask([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
+        answer = await self._place.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
         messages.revision(messages.result(answer))
         first: list[str] = [messages.opened()]
         listed: list[Any] = []
@@ -161,13 +163,15 @@ class Connection:
                 raise Wrong("a list of tools that is not a list")
             listed += tools
             if len(listed) > 16 * MAX_TOOLS:
-                raise Wrong(f"more than {16 * MAX_TOOLS} tools")
+                raise InvalidMessage(f"more than {16 * MAX_TOOLS} tools")
             if not isinstance(after, str) or not after:
                 return listed
             first, cursor = [], {"cursor": after}
-        raise Wrong(f"a list of tools of more than {MAX_PAGES} pages")
+        raise InvalidMessage(f"a list of tools of more than {MAX_PAGES} pages")
 
-    async def _called(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits, note: str) -> ToolOutcome:
+    async def _called(
+        self, offer: ListedTool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits, note: str
+    ) -> ToolOutcome:
         self._number += 1
         number, first = self._number, not self.used
         request = messages.request(number, "tools/call", {"name": offer.name, "arguments": dict(arguments)})
@@ -175,8 +179,8 @@ class Connection:
         try:
             line = await self._requested(request, number, sandbox, limits.tool_timeout_s)
             outcome = messages.outcome(messages.result(line), limits.tool_output_chars)
-        except Refused as error:
-            if not self.server.in_sandbox and (error.internal or outage_in(str(error), arguments)):
+        except ServerError as error:
+            if not self.server.in_sandbox and (error.internal or outage_phrase(str(error), arguments)):
                 raise self._out(str(error)) from None
             return ToolOutcome(output=f"{note}error: {offer.name}: {error}", ok=False)
         except (Unanswered, Wrong) as error:
@@ -184,16 +188,16 @@ class Connection:
             if isinstance(error, Unanswered) and error.ending == "gone" and retry:
                 raise _Gone from None
             raise self._fault(error) from None
-        if not outcome.ok and not self.server.in_sandbox and outage_in(outcome.output, arguments):
+        if not outcome.ok and not self.server.in_sandbox and outage_phrase(outcome.output, arguments):
             raise self._out(outcome.output)
         return replace(outcome, output=note + outcome.output)
 
     async def _requested(self, message: str, number: int, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         if (live := self.server.live) is None:
-            return await self._place.ask([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            return await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
         with live.question():
             started = time.monotonic()
-            line = await self._place.ask([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            line = await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
             live.answered(time.monotonic() - started)
             return line
 
@@ -222,9 +226,9 @@ class _Gone(Exception):
 class ServerTool:
     """One tool of a server, in one episode."""
 
-    bounds = FREE
+    bounds = NO_BOUNDS
 
-    def __init__(self, offer: Offer, connection: Connection) -> None:
+    def __init__(self, offer: ListedTool, connection: ServerConnection) -> None:
         config = connection.server.config
         self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
         self.together = config.together
@@ -233,8 +237,8 @@ class ServerTool:
         self._connection = connection
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        if wrong := problems(self.schema, arguments):
-            return ToolOutcome(output=f"error: {self.name}: {wrong}{example(self.schema)}", ok=False)
+        if wrong := argument_errors(self.schema, arguments):
+            return ToolOutcome(output=f"error: {self.name}: {wrong}{argument_example(self.schema)}", ok=False)
         return await self._connection.call(self._offer, arguments, sandbox, limits)
 
 
@@ -244,7 +248,7 @@ class RunTools:
 
     servers: Mapping[str, Server]
     bounds: Mapping[str, Bounds]
-    words: Mapping[str, Words] = field(default_factory=dict)
+    words: Mapping[str, ToolWording] = field(default_factory=dict)
     record: CallRecord = field(default_factory=CallRecord, compare=False, repr=False)
 
 

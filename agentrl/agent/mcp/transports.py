@@ -1,0 +1,325 @@
+"""The transports to an MCP server: in the episode's sandbox, as a program on this machine, or over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrl.agent.inside import stdio as inside_line
+from agentrl.agent.mcp.messages import REVISIONS, ServerError, clean
+from agentrl.base import secrets, user_code
+from agentrl.base.processes import kill_marked
+from agentrl.protocols import Sandbox
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_BYTES = 1 << 20
+"""Bytes of one answer. All output before it may have four times as many."""
+SESSION = "mcp"
+"""The sandbox session that holds the programs of servers."""
+_REQUEST_ERRORS = (400, 413, 414, 415, 422, 431)  # HTTP status codes that blame the request
+_SLACK_S = 5.0  # time of a sandbox call beyond the time of the program
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; none is a secret
+_STDERR_CHARS = 300
+_MAX_SMALL_PIECES = 4096  # of one answer over HTTP
+_FULL_PIECE = 64  # bytes of a piece that is not small
+_MAX_SERVER_REQUESTS = 16  # requests of a server before it answers
+_MARK = "AGENTRL_MCP"
+"""Environment variable that marks a program on this machine and all processes that it starts."""
+
+ENDINGS: Mapping[str, str] = {
+    "ended": "mcp_died",
+    "gone": "mcp_died",
+    "unstartable": "mcp_unstartable",
+    "late": "mcp_timeout",
+    "flood": "mcp_flood",
+    "garbage": "mcp_garbage",
+}
+"""How a request can end without an answer -> the kind of the recorded failure."""
+
+
+class Unanswered(Exception):
+    """A server gave no answer, and must be restarted before the next request. `ending` is a key of `ENDINGS`."""
+
+    def __init__(self, ending: str, text: str) -> None:
+        super().__init__(text)
+        self.ending = ending
+
+
+class Place(Protocol):
+    """A connection to one server, which the first request starts."""
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """Sends messages and returns the line that answers request `until`. `begin` restarts the server.
+
+        Raises:
+            Unanswered: there is no valid answer.
+            Refused: the transport rejected the request.
+        """
+
+    async def close(self) -> None:
+        """Ends the connection, and the server if this transport started it."""
+
+
+@dataclass(slots=True)
+class InSandbox:
+    """A program in a session of the episode's sandbox. The agent can kill, read and replace it, so its output is the agent's."""
+
+    name: str
+    argv: tuple[str, ...]
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Place.ask`."""
+        assert sandbox is not None, "needs_sandbox is True"
+        call = (self.name, list(self.argv), begin, list(messages), until, timeout_s, MAX_BYTES)
+        missing = f"exec({_source()!r}, globals())" if begin else 'print(\'{"outcome": "gone"}\')\n    call = None'
+        code = f"call = {call!r}\nif 'request_program' not in globals():\n    {missing}\nif call:\n    request_program(*call)\n"
+        try:
+            result = await sandbox.python(code, timeout_s=timeout_s + _SLACK_S, output_bytes=4 * MAX_BYTES, session=SESSION)
+        except ValueError as error:  # the sandbox has no session left
+            raise Unanswered("unstartable", usercode.text_of(error, 200)) from None
+        if result.exit_code is None:
+            raise Unanswered("ended", "its session in the sandbox was ended")
+        head, _, rest = result.stdout.partition("\n")
+        try:
+            header = json.loads(head)
+            outcome, exit_code, stderr = header["outcome"], header.get("exit"), header.get("stderr")
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            raise Unanswered("garbage", "its session in the sandbox was tampered with") from None
+        if outcome == "answer" and not result.truncated:
+            return rest.strip("\n").encode("utf-8", "replace")
+        raise _unanswered(outcome if isinstance(outcome, str) and outcome in ENDINGS else "garbage", exit_code, stderr, timeout_s)
+
+    async def close(self) -> None:
+        """Does nothing: the program ends with its sandbox."""
+
+
+class OnHost:
+    """A program on this machine, one per episode, with the rights of the run but without the secrets in its environment."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        self._mark = os.urandom(16).hex()
+        self._argv, self._env, self._cwd = tuple(argv), {**kept, **env, _MARK: self._mark}, str(cwd)
+        self._program: inside_line.StdioProgram | None = None
+        self._started = False
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Place.ask`."""
+        if begin:
+            await self.close()
+            self._started = True
+            try:
+                self._program = inside_line.StdioProgram(self._argv, self._env, self._cwd)
+            except (OSError, ValueError) as error:
+                raise Unanswered("unstartable", usercode.describe(error)) from None
+        program = self._program
+        if program is None:
+            raise Unanswered("gone", "it has ended")
+        try:
+            outcome, answer = await usercode.threaded(
+                lambda: program.request(messages, until, timeout_s, MAX_BYTES), what=f"MCP server {self._argv[0]}"
+            )
+        except (OSError, ValueError):  # closed by another call
+            raise Unanswered("gone", "it was closed") from None
+        if outcome == "answer":
+            return answer
+        self._program = None
+        raise _unanswered(outcome, program.process.returncode, program.stderr_tail.decode("utf-8", "replace"), timeout_s)
+
+    async def close(self) -> None:
+        """Kills the program with its process group, and the processes that it started outside the group, such as daemons."""
+        program, self._program = self._program, None
+
+        def end() -> None:
+            if program is not None:
+                program.close()
+            kill_marked(_MARK, self._mark)
+
+        if program is not None or self._started:
+            self._started = False
+            await usercode.threaded(end, what="ending an MCP server")
+
+
+class OverHTTP:
+    """A server at a URL, over the protocol's streamable HTTP transport, with one session per episode."""
+
+    def __init__(self, url: str, *, key_env: str) -> None:
+        self._url = url
+        self._key_env = key_env
+        self._client: httpx.AsyncClient | None = None
+        self._session = ""
+        self._revision = ""  # of the protocol, once the server has chosen it
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Place.ask`."""
+        import httpx
+
+        if begin:
+            await self.close()
+            verify = _certificates() if self._url.startswith("https:") else False
+            self._client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout_s, verify=verify)
+        if self._client is None:
+            raise Unanswered("gone", "the connection is closed")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = [await self._post(self._client, message, until) for message in messages]
+        except TimeoutError:
+            raise Unanswered("late", f"no answer within {timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
+            ending = "late" if isinstance(error, httpx.TimeoutException) else "ended"
+            raise Unanswered(ending, user_code.describe_error(error, 200)) from None
+        return answers[-1]
+
+    async def _post(self, client: httpx.AsyncClient, message: str, until: int | None) -> bytes:
+        headers = self._headers()
+        async with client.stream("POST", self._url, content=message.encode(), headers=headers) as response:
+            if not self._session:
+                self._session = clean(response.headers.get("mcp-session-id", ""), 200)
+            if response.status_code >= 400:
+                raise _by_status(response.status_code, in_session=bool(headers.get("mcp-session-id")))
+            if "id" not in json.loads(message):
+                return b""
+            answer = await self._answer(client, response, until)
+        if not self._revision:
+            self._revision = _chosen_revision(answer)
+        return answer
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", "accept-encoding": "identity"}
+        if self._session:
+            headers["mcp-session-id"] = self._session
+        if self._revision:
+            headers["mcp-protocol-version"] = self._revision
+        if self._key_env:
+            headers["authorization"] = f"Bearer {secrets.read_secret(f'env:{self._key_env}')}"
+        return headers
+
+    async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
+        """The message that answers request `until`. Answers requests of the server that arrive before it.
+
+        Bytes and pieces are bounded, and other tasks may run between two pieces.
+        """
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in ("application/json", "text/event-stream"):
+            raise Unanswered("garbage", f"its answer has type {clean(kind, 60) or 'none'}: neither JSON nor a stream of events")
+        is_stream = kind == "text/event-stream"
+        stream, body, taken, pieces, requests = Events(), bytearray(), 0, 0, 0
+        async for piece in response.aiter_raw():
+            taken, pieces = taken + len(piece), pieces + 1
+            if (stream.held if is_stream else len(body)) + len(piece) > MAX_BYTES or taken > 4 * MAX_BYTES:
+                raise Unanswered("flood", f"more than {MAX_BYTES} bytes")
+            if pieces > _MAX_SMALL_PIECES + taken // _FULL_PIECE:
+                raise Unanswered("garbage", f"its answer has too many pieces, of {taken // pieces} bytes on average")
+            if not is_stream:
+                body += piece
+            for data in stream.feed(piece) if is_stream else ():
+                if inside_line.is_answer(data, until):
+                    return data
+                if not _is_json(data):
+                    raise Unanswered("garbage", "an event of its answer is not JSON")
+                if (reply := inside_line.reply_to(data)) is not None and (requests := requests + 1) <= _MAX_SERVER_REQUESTS:
+                    await self._reply(client, reply)
+            await asyncio.sleep(0)
+        if not is_stream and inside_line.is_answer(bytes(body), until):
+            return bytes(body)
+        raise Unanswered("garbage", "its answer is missing or belongs to another request")
+
+    async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
+        """Answers a request of the server, without a retry."""
+        import httpx
+
+        with contextlib.suppress(httpx.HTTPError):
+            async with client.stream("POST", self._url, content=message, headers=self._headers()):
+                pass
+
+    async def close(self) -> None:
+        """Ends the session and the connection."""
+        client, self._client = self._client, None
+        if client is not None and self._session:
+            with contextlib.suppress(Exception):  # the connection ends in any case
+                await client.delete(self._url, headers=self._headers(), timeout=2.0)
+        self._session, self._revision = "", ""
+        if client is not None:
+            await client.aclose()
+
+
+def _by_status(status: int, *, in_session: bool) -> Unanswered | Refused:
+    """The error for an HTTP status of 400 or more. Few are the request's fault, because address and key come from the recipe."""
+    text = f"it answered with status {status}"
+    if status == 404 and in_session:  # as the MCP specification defines
+        return Unanswered("gone", "its session has ended")
+    return Refused(text) if status in _REQUEST_ERRORS else Unanswered("ended", text)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """The trusted certificates. Loading them takes longer than most calls."""
+    return ssl.create_default_context()
+
+
+class Events:
+    """Splits a stream into server-sent events, in time linear in its length, for pieces of any size."""
+
+    def __init__(self) -> None:
+        self._incomplete = bytearray()
+
+    @property
+    def held(self) -> int:
+        """Bytes of the incomplete event."""
+        return len(self._incomplete)
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Returns the data of each event that ends in this piece. Skips events without data."""
+        seen = max(0, len(self._incomplete) - 3)
+        self._incomplete += piece
+        if b"\n\n" not in self._incomplete[seen:].replace(b"\r\n", b"\n"):
+            return []
+        *events, rest = bytes(self._incomplete).replace(b"\r\n", b"\n").split(b"\n\n")
+        self._incomplete = bytearray(rest)
+        lines = ([line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")] for event in events)
+        return [data for parts in lines if (data := b"\n".join(parts))]
+
+
+def _chosen_revision(answer: bytes) -> str:
+    """The revision of the protocol in the answer to `initialize`; empty if it is not supported."""
+    result = inside_line.parse_object(answer).get("result")
+    revision = result.get("protocolVersion") if isinstance(result, dict) else None
+    return revision if revision in REVISIONS else ""
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _unanswered(ending: str, exit_code: Any, stderr: Any, timeout_s: float) -> Unanswered:
+    """The error for an ending, with the program's exit code and the end of its stderr."""
+    texts = {
+        "late": f"it gave no answer within {timeout_s:g} s, and was ended",
+        "flood": f"its output has more than {MAX_BYTES} bytes, and it was ended",
+        "unstartable": "it cannot be started",
+        "garbage": "its session in the sandbox was tampered with",
+    }
+    text = texts.get(ending, "it has ended")
+    if isinstance(exit_code, int) and ending in ("ended", "gone"):
+        text += f" (exit code {exit_code})"
+    tail = secrets.redacted(clean(stderr, 2 * _STDERR_CHARS)).strip()[-_STDERR_CHARS:]
+    return Unanswered(ending, f"{text}: {tail}" if tail else text)
+
+
+@cache
+def _source() -> str:
+    return Path(inside_line.__file__).read_text(encoding="utf-8")

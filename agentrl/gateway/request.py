@@ -1,0 +1,151 @@
+"""The types of a completion request and its answer, which all protocols share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.records import Message, ToolCall
+from agentrl.records.fields import json_value
+
+MAX_BODY = 8 << 20
+"""Bytes of one request."""
+MAX_MESSAGES = 4096
+"""Messages of one request, and items of one message."""
+MAX_TOOLS = 512
+
+STATUS = {
+    "invalid": 400,
+    "unknown_field": 400,
+    "unsupported": 400,
+    "context_length": 400,
+    "turn_limit": 403,
+    "wrong_key": 401,
+    "ended": 403,
+    "unknown_model": 404,
+    "not_found": 404,
+    "wrong_host": 403,
+    "too_large": 413,
+    "encoding": 415,
+    "too_many": 429,
+    "failed": 503,
+}
+"""Reason for refusing a request -> HTTP status. SDKs retry 429 and 5xx, and none of the others."""
+
+
+class Refused(Exception):
+    """A request is refused. Each protocol writes the error in its own format."""
+
+    def __init__(self, kind: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.kind, self.message, self.param = kind, message, param
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return STATUS[self.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One message of a request."""
+
+    message: Message
+    call_ids: tuple[str, ...] = ()  # ids of an assistant's calls
+    call_id: str = ""  # the call that a tool message answers
+    ok: bool = True  # whether that call succeeded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for one completion. System messages at the head are separate, because clients change them between requests."""
+
+    model: str
+    system: tuple[str, ...]
+    messages: tuple[RequestMessage, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # in the form of chat completions
+    loaded: tuple[Mapping[str, Any], ...] = ()  # tools that the policy sees only in results
+    max_tokens: int | None = None
+    after: str = ""  # id of the earlier answer that the messages follow
+    retry: bool = False  # whether the client declares a retry
+    stream: bool = False
+    calls: bool = True  # whether the answer may contain tool calls; if False, they stay text
+    single: bool = False  # whether the answer contains at most one call
+    strict: frozenset[str] = frozenset()  # tools whose calls must match the schema to be in the answer
+    stop: tuple[str, ...] = ()  # stop sequences
+    forced: tuple[str, ...] = ()  # the answer must call one of these tools
+    forced_by: str = ""  # the path of the option that sets `forced`
+    shape: Mapping[str, Any] | None = None  # the JSON schema of the answer, unless it calls a tool
+    options: Mapping[str, Any] = field(default_factory=dict)  # how the protocol writes the answer
+
+    @property
+    def known_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the policy may call."""
+        return (*self.tools, *self.loaded)
+
+    @property
+    def chars(self) -> int:
+        """Characters of all messages, calls and tools that the policy would see."""
+        texts = sum(map(len, (*self.system, *(said.message.content for said in self.messages))))
+        calls = [call.name + json.dumps(dict(call.arguments)) for said in self.messages for call in said.message.tool_calls]
+        return texts + sum(map(len, calls)) + sum(len(json.dumps(tool)) for tool in self.tools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A tool call of an answer, with the id that the client refers to."""
+
+    id: str
+    call: ToolCall
+
+    @property
+    def arguments(self) -> str:
+        """The arguments as JSON text."""
+        return json.dumps(dict(self.call.arguments), ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One completion. Token counts are those of the policy."""
+
+    id: str  # without the protocol's prefix
+    model: str
+    text: str
+    reasoning: str
+    calls: tuple[Called, ...]
+    cut: bool  # whether a length limit ended it
+    stop: str = ""  # the stop sequence that ended it
+    prompt_tokens: int
+    completion_tokens: int
+    created: int  # seconds since 1970
+
+
+def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -> Said:
+    """Returns a message of a request. `more`: fields of `Said`."""
+    return Said(message=Message(role=role, content=content, tool_calls=tuple(calls)), **more)
+
+
+def split_system(messages: Sequence[Said]) -> tuple[tuple[str, ...], tuple[Said, ...]]:
+    """Returns the texts of the system messages at the head, and the other messages."""
+    count = next((at for at, said in enumerate(messages) if said.message.role != "system"), len(messages))
+    return tuple(said.message.content for said in messages[:count]), tuple(messages[count:])
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Returns the reasoning of a completion, up to `</think>`, and the rest."""
+    reasoning, closed, rest = text.partition("</think>")
+    return (reasoning.replace("<think>", "", 1).strip(), rest.strip()) if closed else ("", text)
+
+
+def read_json(content: bytes) -> Any:
+    """Returns the JSON of a body. Raises `Refused`."""
+
+    def reject(word: str) -> float:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        return json.loads(content, parse_constant=reject)
+    except (ValueError, RecursionError):
+        raise Refused("invalid", "We could not parse the JSON body of your request.") from None
