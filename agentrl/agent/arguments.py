@@ -172,14 +172,14 @@ class Parameters:
         return {}
 
 
-def example(schema: Mapping[str, Any]) -> str:
+def argument_example(schema: Mapping[str, Any]) -> str:
     """Returns text to append to an error: an example call of the tool with this function schema; empty if it would be long."""
     sample = Parameters(schema, _EXAMPLE_VALUES).sample()
     text = json.dumps(sample if isinstance(sample, dict) else {}, ensure_ascii=False)
     return f"; for example {printable(text, _EXAMPLE_CHARS)}" if len(text) <= _EXAMPLE_CHARS else ""
 
 
-def problems(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+def argument_errors(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """Returns the errors of a call's arguments, separated by semicolons; empty if there are none."""
     errors = Parameters(schema).errors(arguments)
     more = [f"and {len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else []

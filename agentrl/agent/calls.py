@@ -31,25 +31,25 @@ MAX_NAME = 256  # characters of a tool's name
 NOT_CLOSED = "a tool call was opened but not closed"
 
 
-class Refused(ValueError):
-    """An error in a call, worded for the model. `at` is the end of the text that was parsed, if the rest may belong to the call."""
+class CallError(ValueError):
+    """An error in a call, worded for the model. `at` is the end of the parsed text, if the rest may belong to the call."""
 
     def __init__(self, message: str, *, at: int = 0) -> None:
         super().__init__(message)
         self.at = at
 
 
-class NotJson(Refused):
+class InvalidJson(CallError):
     """The text is not JSON, as opposed to JSON that is out of bounds."""
 
 
-class NotClosed(Refused):
+class UnclosedCall(CallError):
     """A part of the call is not closed, so all text after it may belong to the call."""
 
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
     """Returns the valid tool calls of a text in the Hermes form, the errors of the others, and the text outside of calls."""
-    return read_tagged(text, OPEN, CLOSE, scan_json, call_of)
+    return read_tagged(text, OPEN, CLOSE, scan_json, call_from_object)
 
 
 def read_tagged(
@@ -58,8 +58,8 @@ def read_tagged(
     """Returns the same as `read_calls`, for calls between two tags.
 
     Args:
-        scan: parses a body at a position of the text and returns it with the position of its end. May raise `Refused`.
-        make: builds the call of a body. May raise `Refused`.
+        scan: parses a body at a position of the text and returns it with the position of its end. May raise `CallError`.
+        make: builds the call of a body. May raise `CallError`.
     """
     calls: list[ToolCall] = []
     errors: list[str] = []
@@ -85,7 +85,7 @@ def read_tagged(
 
 def call_at(
     text: str, at: int, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
-) -> tuple[ToolCall | Refused, int]:
+) -> tuple[ToolCall | CallError, int]:
     """Returns the call whose body starts at a position, or its error, and the position after its closing tag (-1: none).
 
     If the body is invalid, the closing tag is the first one after the part that was parsed.
@@ -120,16 +120,16 @@ def too_many(count: int) -> str:
     return f"a turn may hold {MAX_CALLS} tool calls; the {count - MAX_CALLS} after them were not run"
 
 
-def read_call(name: str, arguments: str) -> ToolCall | str:
-    """Returns a call from its name and the JSON text of its arguments, or its error, worded for the model."""
+def parse_call(name: str, arguments: str) -> ToolCall | str:
+    """Returns a call from its name and the JSON text of its arguments, or its error, reworded_schema for the model."""
     try:
         return build_call(name, read_json(arguments.strip() or "{}"))
     except CallError as error:
         return str(error)
 
 
-def call_of(data: Any, *, key: str = "arguments") -> ToolCall:
-    """Returns the call in a JSON object whose arguments are under `key`; without that key, there are none. Raises `Refused`."""
+def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
+    """Returns the call in a JSON object whose arguments are under `key`; without that key, there are none. Raises `CallError`."""
     wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise CallError(wanted)
@@ -139,8 +139,8 @@ def call_of(data: Any, *, key: str = "arguments") -> ToolCall:
     return build_call(data["name"], data.get(key, {}), key=key)
 
 
-def made_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
-    """Returns the record of a call. Raises `Refused`; `key` is the name under which the model wrote the arguments."""
+def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
+    """Returns the record of a call. Raises `CallError`; `key` is the name under which the model wrote the arguments."""
     if not isinstance(arguments, dict):
         raise CallError(f'tool call "{key}" must be an object')
     if len(name) > MAX_NAME:
@@ -148,11 +148,11 @@ def made_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
     try:
         return ToolCall(name=name, arguments=arguments)
     except ValueError as error:
-        raise Refused(f"tool call is out of bounds: {str(error).removeprefix('ToolCall.')}") from None
+        raise CallError(f"tool call is out of bounds: {str(error).removeprefix('ToolCall.')}") from None
 
 
 def read_json(text: str) -> Any:
-    """Returns the JSON value of a text, within the bounds of a call. Raises `Refused`."""
+    """Returns the JSON value of a text, within the bounds of a call. Raises `CallError`."""
     value, end = scan_json(text, 0)
     if (rest := skip_space(text, end)) < len(text):
         raise InvalidJson(f"tool call is not valid JSON: Extra data at character {rest}")
@@ -160,7 +160,7 @@ def read_json(text: str) -> Any:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Returns the JSON value at a position, after white space, and the position of its end. Raises `Refused`."""
+    """Returns the JSON value at a position, after white space, and the position of its end. Raises `CallError`."""
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
@@ -169,7 +169,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise InvalidJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
     except RecursionError:
-        raise Refused("tool call is nested too deep") from None
+        raise CallError("tool call is nested too deep") from None
     if end - at > MAX_CHARS:
         raise CallError(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
     return value, end
@@ -197,22 +197,22 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def integer(digits: str) -> int:
-    """Parses an integer within bounds. Raises `Refused`."""
+    """Parses an integer within bounds. Raises `CallError`."""
     if len(digits.removeprefix("-")) > MAX_DIGITS:
-        raise Refused(f"tool call holds an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a string")
+        raise CallError(f"tool call holds an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a string")
     return int(digits)
 
 
 def number(digits: str) -> float:
-    """Parses a finite number. Raises `Refused`."""
+    """Parses a finite number. Raises `CallError`."""
     value = float(digits)
     if not math.isfinite(value):
-        raise Refused(f"tool call holds {digits[:40]}, which is not a finite number: write it as a string")
+        raise CallError(f"tool call holds {digits[:40]}, which is not a finite number: write it as a string")
     return value
 
 
 def _constant(word: str) -> float:
-    raise Refused(f"tool call holds {word}, which is not a JSON number: write it as a string")
+    raise CallError(f"tool call holds {word}, which is not a JSON number: write it as a string")
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=integer, parse_float=number, parse_constant=_constant)

@@ -40,7 +40,7 @@ class ParsedCompletion:
     message: Message
     errors: tuple[str, ...] = ()
     answer: str = ""  # the message without the reasoning
-    ids: tuple[str, ...] = ()  # the model's id of each of the message's tool calls; empty if the form has no ids
+    call_ids: tuple[str, ...] = ()  # the model's id of each of the message's tool calls; empty if the form has no ids
     end: int | None = None  # the token that ended the turn
 
 
@@ -73,7 +73,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer)
         control = _control_tokens(tokenizer)
-        self._fence = Fence(control)
+        self._fence = ControlTokenEscaper(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # any text may contain the unknown token
         self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and their calls
         found = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
@@ -97,8 +97,8 @@ class ChatFormat:
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows by deltas alone. If not, `rewrites` is the reason."""
-        return not self.rewrites
+        """Whether a conversation grows by deltas alone. If not, `rewrite_reason` is the reason."""
+        return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Returns the ids of the prompt, up to the start of the first assistant turn."""
@@ -117,8 +117,8 @@ class ChatFormat:
         Raises:
             RuntimeError: the template is not `exact`.
         """
-        if self.rewrites:
-            raise RuntimeError(f"this chat template cannot be extended by deltas: {self.rewrites}")
+        if self.rewrite_reason:
+            raise RuntimeError(f"this chat template cannot be extended by deltas: {self.rewrite_reason}")
         names = [call.name for call in after.message.tool_calls] if after else []
         numbers = list(after.call_ids) if after else []
         key = (len(outputs), tuple(names), tuple(numbers))
@@ -130,7 +130,9 @@ class ChatFormat:
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
-    def going_on(self, prompt: Sequence[Message], said: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def render_conversation(
+        self, prompt: Sequence[Message], said: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...]:
         """Returns the ids of a complete conversation for a template that is not `exact`.
 
         `said` is what the agent and its tools said after the prompt. It is hostile: control tokens in it are escaped.
@@ -140,27 +142,29 @@ class ChatFormat:
         ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *held], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
 
-    def fenced(self, message: Message) -> Message:
+    def escape_message(self, message: Message) -> Message:
         """Returns the message with control tokens escaped in its text and its calls."""
-        calls = tuple(ToolCall(name=self.defang(call.name), arguments=self.fenced_value(call.arguments)) for call in message.tool_calls)
-        return replace(message, content=self.defang(message.content), tool_calls=calls)
+        calls = tuple(
+            ToolCall(name=self.escape_text(call.name), arguments=self.escape_value(call.arguments)) for call in message.tool_calls
+        )
+        return replace(message, content=self.escape_text(message.content), tool_calls=calls)
 
-    def fenced_value(self, value: Any) -> Any:
+    def escape_value(self, value: Any) -> Any:
         """Returns the JSON value with control tokens escaped in its strings and keys."""
         if isinstance(value, str):
             return self.escape_text(value)
         if isinstance(value, Mapping):
-            return {self.defang(key): self.fenced_value(item) for key, item in value.items()}
-        return [self.fenced_value(item) for item in value] if isinstance(value, list | tuple) else value
+            return {self.escape_text(key): self.escape_value(item) for key, item in value.items()}
+        return [self.escape_value(item) for item in value] if isinstance(value, list | tuple) else value
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a completion, with control tokens but without the token that ends it."""
         ids = list(token_ids)
         return self._renderer.said(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
 
-    def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """Returns the errors in the arguments of a call of the tool with this schema; empty if there are none."""
-        return problems(schema, arguments)
+        return argument_errors(schema, arguments)
 
     def frame(self, name: str) -> Frame | None:
         """Returns the text around the arguments of a call of this tool; None if guided decoding cannot enforce the form."""
@@ -207,16 +211,16 @@ class ChatFormat:
         thought, _, closed = self._thinking(self._renderer.said(token_ids))
         return bool(thought) and not closed
 
-    def defang(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         """Returns `text` with control tokens escaped: `<|im_end|>` becomes `< |im_end|>`."""
-        return self._fence.break_up(text)
+        return self._fence.escape(text)
 
-    def unfit(self, schema: Mapping[str, Any]) -> str:
+    def tool_problem(self, schema: Mapping[str, Any]) -> str:
         """Returns the reason why the policy cannot use a tool with this function schema; empty if it can."""
         required = schema["function"]["parameters"].get("required", ())
         if unwritable := [name for name in required if self._form.argument and not re.fullmatch(self._form.argument, name)]:
             return f"calls of the form {self.tool_format} cannot have an argument of the name {unwritable[0]!a}"
-        if self.fenced_value(schema) != schema:
+        if self.escape_value(schema) != schema:
             return "its schema contains a control token of the model"
         try:
             self.opening([Message(role="user", content="-")], [schema] if self.shows_tools() else [])

@@ -19,7 +19,7 @@ RESTARTED = "restarted"
 """The stop reason of a trajectory whose conversation continues in another."""
 
 
-def current(episode: LiveEpisode) -> LiveTrajectory:
+def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
     """Returns the trajectory in which the main agent continues, also in a resumed episode: no sub-agent is running there."""
     return next(trajectory for trajectory in reversed(episode.trajectories) if not trajectory.stop_reason)
 
@@ -48,9 +48,9 @@ def continue_context(
         return trajectory
     said = _since_prompt(episode, trajectory)
     try:
-        full = chat.going_on(prompt, said, schemas)
+        full = chat.render_conversation(prompt, said, schemas)
     except UserError:  # some templates reject a result without a call, such as that of a malformed call
-        full = chat.going_on(prompt, _with_user_results(said), schemas)
+        full = chat.render_conversation(prompt, _with_user_results(said), schemas)
     context = [token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
     if list(full[: len(context)]) == context:  # this time the template only appends
         trajectory.add_prompt(full[len(context) :])

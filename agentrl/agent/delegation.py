@@ -26,7 +26,7 @@ _COPIES = " Each works on a copy of your files as they are now; yours do not cha
 _RETURNS = " Files that it leaves as {patterns} are copied to you, into a folder that its answer names."
 
 
-def schema(config: DelegationConfig) -> Mapping[str, Any]:
+def delegate_schema(config: DelegationConfig) -> Mapping[str, Any]:
     """Returns the OpenAI function schema of the tool."""
     description = _DESCRIPTION
     if config.sandbox == "own":
@@ -42,17 +42,17 @@ class Opened:
     prompt: Sequence[Message]
 
 
-class Desk:
+class SubAgents:
     """Opens the sub-agents of one turn, within the limits of `DelegationConfig` for the episode.
 
     Args:
-        defang: escapes control tokens in text of one agent that becomes another's prompt (`ChatFormat.defang`).
+        escape_text: escapes control tokens in text of one agent that becomes another's prompt (`ChatFormat.escape_text`).
     """
 
-    def __init__(self, episode: LiveEpisode, config: DelegationConfig, *, defang: Callable[[str], str]) -> None:
+    def __init__(self, episode: LiveEpisode, config: DelegationConfig, *, escape_text: Callable[[str], str]) -> None:
         self._episode = episode
         self._config = config
-        self._defang = defang
+        self._defang = escape_text
 
     def open(self, call: ToolCall, number: int, *, trajectory: LiveTrajectory, turn: int, position: int) -> Opened | str:
         """Returns the sub-agent that a call starts, or an error for the model.

@@ -9,7 +9,7 @@ _SEPARATORS = " \N{MIDDLE DOT}\N{REPLACEMENT CHARACTER}"
 _PRIVATE = range(0xF0000, 0xFFFFE)
 
 
-class Fence:
+class ControlTokenEscaper:
     """Escapes `tokens` by inserting a character that no token contains, usually a space, after the first character of each.
 
     No token can span that character, so one pass is enough, even if tokens overlap. A token of one character is replaced.
@@ -24,7 +24,7 @@ class Fence:
         self._alone = {token for token in known if len(token) == 1}
         self._pattern = re.compile(_first_characters(known)) if known else None
 
-    def break_up(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """Returns the text without any of the tokens, in time linear in its length."""
         return text if self._pattern is None else self._pattern.sub(self._broken, text)
 

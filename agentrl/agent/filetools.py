@@ -88,7 +88,7 @@ async def search(
     return await _run("search", sandbox, limits, pattern=pattern, path=path, files=files, regex=regex)
 
 
-FILE_TOOLS: Mapping[str, Tool] = {function.__name__: typed(function) for function in (view, create, replace, insert, search)}
+FILE_TOOLS: Mapping[str, Tool] = {function.__name__: typed_tool(function) for function in (view, create, replace, insert, search)}
 
 
 async def _run(operation: str, sandbox: Sandbox, limits: Limits, **arguments: Any) -> ToolOutcome:

@@ -1,14 +1,14 @@
 """Copies files of a sub-agent from its own sandbox into a folder of its caller, by patterns of the recipe.
 
-They leave the sandbox as a task's outputs do (`agentrl.contract.outputs`): regular files below the working directory, within the same
-bounds. Refused files are listed for the caller and recorded as the policy's failure.
+They leave the sandbox as a task's outputs do (`agentrl.task.outputs`): regular files below the working directory, within the same
+bounds. CallError files are listed for the caller and recorded as the policy's failure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.contract.outputs import collect
+from agentrl.base.user_code import printable
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Blame, Failure
 from agentrl.task.outputs import collect_outputs
@@ -31,7 +31,7 @@ async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode
         return ""
     sandbox = await worker.sandbox()
     with worker.running(sandbox):
-        collected = await collect(sandbox, patterns)
+        collected = await collect_outputs(sandbox, patterns)
     refused, copied = dict(collected.refused), []
     if collected.files:
         folder, sandbox = FOLDER.format(number=number), await caller.sandbox()

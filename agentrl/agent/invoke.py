@@ -41,7 +41,7 @@ _CUT_MARK = 64  # maximum characters that `clip` adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
+class CallResult:
     """The result of a call: the outcome that the agent sees, the failure to record, and whether the sandbox was lost."""
 
     outcome: ToolOutcome
@@ -59,7 +59,7 @@ async def call_tool(
     caller: Caller | None = None,
     record: CallRecord | None = None,
     on_lost: Callable[[], None] = lambda: None,
-) -> Called:
+) -> CallResult:
     """Calls a tool with a deadline: `limits.tool_timeout_s`, plus `SANDBOX_MARGIN_S` if it uses the sandbox, plus the time to start a
     server (`opening_s`). The tool's bounds replace these limits.
 
@@ -75,7 +75,7 @@ async def call_tool(
         BaseException: a bug in the sandbox layer.
     """
     watched = None if sandbox is None else _WatchedSandbox(sandbox, on_lost)
-    call = _Call(tool, watched, bounds_of(tool).over(limits), turn, caller or Caller(attempt="", task=""), record)
+    call = _Call(tool, watched, bounds_of(tool).apply_to(limits), turn, caller or Caller(attempt="", task=""), record)
     result = await call.run(arguments)
     if watched is not None and watched.error is not None:
         raise watched.error
@@ -83,7 +83,7 @@ async def call_tool(
         return result
     message = f"{call.what} abandoned a call to the sandbox, which is unusable now"
     failure = result.failure or Failure(stage="tool", blame=Blame.POLICY, kind="sandbox_abandoned", message=message, turn=turn)
-    return Called(outcome=result.outcome, failure=failure, sandbox_lost=True)
+    return CallResult(outcome=result.outcome, failure=failure, sandbox_lost=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class _Call:
     turn: int
     caller: Caller
     record: CallRecord | None
-    case: Case | None = None  # of the first outage; later outages of the call belong to it
+    case: OutageCase | None = None  # of the first outage; later outages of the call belong to it
 
     @property
     def what(self) -> str:
@@ -115,16 +115,16 @@ class _Call:
         margin_s = float(getattr(self.tool, "opening_s", 0.0)) + (0.0 if self.watched is None else SANDBOX_MARGIN_S)
         return self.limits.tool_timeout_s + margin_s
 
-    async def run(self, arguments: Mapping[str, Any]) -> Called:
+    async def run(self, arguments: Mapping[str, Any]) -> CallResult:
         result, repeated = await self._attempt(arguments), False
         for share in _PAUSES:
-            if isinstance(result, Called) or result.outage.late or self.case is None or not self.case.contested:
+            if isinstance(result, CallResult) or result.outage.late or self.case is None or not self.case.contested:
                 break
             await asyncio.sleep(share * min(PATIENCE_S, self.limits.tool_timeout_s))
-            own_fault = isinstance(result.error, Fault) and result.error.kind != OUTAGE
+            own_fault = isinstance(result.error, ToolFault) and result.error.kind != OUTAGE
             if self.watched is None and getattr(self.tool, "repeats", True) and not own_fault:
                 result, repeated = await self._attempt(json_object(arguments)), True
-        if isinstance(result, Called):
+        if isinstance(result, CallResult):
             if self.case is not None:
                 self.case.withdraw()
             return result
@@ -132,26 +132,31 @@ class _Call:
             raise self._unavailable(result) from result.error
         return self._policy_failure(result.error)
 
-    async def _attempt(self, arguments: Mapping[str, Any]) -> Called | _Down:
+    async def _attempt(self, arguments: Mapping[str, Any]) -> CallResult | _Down:
         """Makes one call. Raises the errors of `call_tool`, except `ToolUnavailable`."""
         watched, record = self.watched, self.record
-        since, stalls = usercode.cancellations(), lag.counting()[0]
+        since, stalls = user_code.cancellation_count(), loop_lag.count_stalls()[0]
         made_at = 0 if record is None else record.ended
         try:
-            given = await usercode.call(
+            given = await user_code.call_user_code(
                 lambda: self.tool(arguments, watched, self.limits), what=self.what, timeout_s=self.timeout_s, within=stalls
             )
-            result = Called(outcome=checked(given, self.limits))
+            result = CallResult(outcome=checked_outcome(given, self.limits))
             if record is not None and result.outcome.ok:
                 record.answered(self.tool.name, self.caller)
             return result
         except BaseException as error:
-            usercode.let_go(error, since)
-            if isinstance(error, usercode.Stalled):  # even if the sandbox is lost
+            user_code.reraise_if_fatal(error, since)
+            if isinstance(error, user_code.DriverStalled):  # even if the sandbox is lost
                 raise
-            if isinstance(error, Fault) and error.outage is not None and error.outage.late and stalls.excuse(self.limits.tool_timeout_s):
-                raise usercode.Stalled(f"{self.what}: {error.outage.text}: {stalls.text}") from error
-            known = usercode.cause(error, InfrastructureError, TaskError, PluginError)
+            if (
+                isinstance(error, ToolFault)
+                and error.outage is not None
+                and error.outage.late
+                and stalls.excuse(self.limits.tool_timeout_s)
+            ):
+                raise user_code.DriverStalled(f"{self.what}: {error.outage.text}: {stalls.text}") from error
+            known = user_code.first_cause(error, InfrastructureError, TaskError, PluginError)
             if known is not None and not (watched and watched.lost):
                 raise known from None
             sandbox_fault = watched is not None and (watched.lost or watched.error is not None)  # handled in `call_tool`
@@ -163,35 +168,36 @@ class _Call:
             return _Down(down, error)
 
     def _unavailable(self, down: _Down) -> ToolUnavailable:
-        server = isinstance(down.error, Fault)
+        server = isinstance(down.error, ToolFault)
         cause = "the server, or what it calls" if server else "what the tool calls; for wrong arguments raise ValueError"
         note = "" if self.case is None else self.case.note
         return ToolUnavailable(f"{self.what}: {down.outage.text}{note}\n  fix: start or repair {cause}")
 
-    def _policy_failure(self, error: BaseException) -> Called:
+    def _policy_failure(self, error: BaseException) -> CallResult:
         """The result of a call whose failure the policy caused."""
         name = self.tool.name
-        kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
-        if isinstance(error, usercode.Overdue):
+        kinds: dict[type[BaseException], str] = {user_code.CallTimeout: "tool_timeout", InvalidOutcome: "wrong_outcome"}
+        if isinstance(error, user_code.CallTimeout):
             text = f"{name} gave no result within {self.timeout_s:g} s"
-        elif isinstance(error, Fault):
-            text = f"{name}: {usercode.text_of(error, 1000)}"
+        elif isinstance(error, ToolFault):
+            text = f"{name}: {user_code.error_text(error, 1000)}"
         else:
-            text = f"{name} failed: {usercode.text_of(error, 300) if isinstance(error, NotAnOutcome) else usercode.describe(error)}"
-        known = error.kind if isinstance(error, Fault) else kinds.get(type(error))
-        usercode.report(self.what, error, trace=known is None)
-        kind, message = known or type(error).__name__[:64], usercode.printable(f"{self.what}: {usercode.describe(error)}", 500)
+            detail = user_code.error_text(error, 300) if isinstance(error, InvalidOutcome) else user_code.describe_error(error)
+            text = f"{name} failed: {detail}"
+        known = error.kind if isinstance(error, ToolFault) else kinds.get(type(error))
+        user_code.log_unexpected(self.what, error, trace=known is None)
+        kind, message = known or type(error).__name__[:64], user_code.printable(f"{self.what}: {user_code.describe_error(error)}", 500)
         failure = Failure(stage="tool", blame=Blame.POLICY, kind=kind, message=message, turn=self.turn)
-        return Called(outcome=ToolOutcome(output=f"error: {text}", ok=False), failure=failure)
+        return CallResult(outcome=ToolOutcome(output=f"error: {text}", ok=False), failure=failure)
 
 
-def checked(given: object, limits: Limits) -> ToolOutcome:
-    """Returns the outcome within bounds, without the run's secrets. Raises `NotAnOutcome`, with a text for the agent."""
+def checked_outcome(given: object, limits: Limits) -> ToolOutcome:
+    """Returns the outcome within bounds, without the run's secrets. Raises `InvalidOutcome`, with a text for the agent."""
     if not isinstance(given, ToolOutcome):
-        raise NotAnOutcome(f"it returned {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
+        raise InvalidOutcome(f"it returned {user_code.printable(type(given).__name__, 64)}, not a ToolOutcome")
     if given.answer is not None and len(given.answer) > MAX_ANSWER:
-        raise NotAnOutcome(f"its answer has {len(given.answer)} characters; the maximum is {MAX_ANSWER}")
-    given = replace(given, output=redacted(given.output))
+        raise InvalidOutcome(f"its answer has {len(given.answer)} characters; the maximum is {MAX_ANSWER}")
+    given = replace(given, output=redact(given.output))
     if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
         return given
     return replace(given, output=clip(given.output, limits.tool_output_chars))

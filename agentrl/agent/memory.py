@@ -38,7 +38,7 @@ class Notebook:
         return _outcome(RECALL, self._memory.recall(query))
 
 
-_METHODS = tuple(typed(method, method=True) for method in (Notebook.note, Notebook.recall))
+_METHODS = tuple(typed_tool(method, method=True) for method in (Notebook.note, Notebook.recall))
 SCHEMAS: tuple[Mapping[str, Any], ...] = tuple(method.schema for method in _METHODS)
 """The schemas of the tools, which an agent has in addition to those of its task."""
 

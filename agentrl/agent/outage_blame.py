@@ -22,7 +22,7 @@ import re
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-KEPT_CALLS = 512
+MAX_CALLS_PER_TOOL = 512
 """The newest calls that are recorded for each tool."""
 MAX_EPISODES = 4096
 """The newest episodes whose first outage is recorded."""

@@ -25,8 +25,8 @@ def reading_policy_text(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        usercode.let_go(error, since)
-        if usercode.cause(error, InfrastructureError, PluginError, TaskError, PolicyFault) is not None:
+        user_code.reraise_if_fatal(error, since)
+        if user_code.first_cause(error, InfrastructureError, PluginError, TaskError, PolicyFault) is not None:
             raise
         user_code.log_unexpected(f"the policy's text cannot be {what}", error)
         raise PolicyFault(f"the policy's text cannot be {what}: {user_code.describe_error(error, 1000)}") from error

@@ -22,7 +22,7 @@ RENDER_S = 10.0
 NO_ID = "0" * 9
 """Id of a call without an id; 9 letters or digits, as Mistral's template requires."""
 
-OTHER = f"set policy.chat_template ({', '.join(SHIPPED)}, or a file)"
+OTHER = f"set policy.chat_template ({', '.join(SHIPPED_TEMPLATES)}, or a file)"
 """The fix for an unusable template."""
 
 _SAMPLE = " a\n\n  b\tC\u00e9\u00e9 12345 <a|b> \u4e2d\u6587 \U0001f600\u200d "
@@ -78,7 +78,7 @@ class Renderer:
         """Renders a conversation up to the start of the next assistant turn. Raises `UserError` if the template rejects it."""
         tools = [dict(schema) for schema in schemas] or None
         try:
-            with alarm(RENDER_S, lambda: _TooLong(f"it takes more than {RENDER_S:g} s of CPU time"), cpu=True):
+            with deadline_alarm(RENDER_S, lambda: _TooLong(f"it takes more than {RENDER_S:g} s of CPU time"), cpu=True):
                 return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)

@@ -1,6 +1,6 @@
 """Reads chat templates, and tests user-supplied templates and tokenizers within bounds before they are used.
 
-A template is a Jinja program. transformers runs it in a sandboxed environment that does not bound its time or memory. `try_template`
+A template is a Jinja program. transformers runs it in a sandboxed environment that does not bound its time or memory. `probe_template`
 bounds both, in a separate process.
 """
 
@@ -21,7 +21,7 @@ from agentrl.base.files import sha256_file
 from agentrl.base.processes import import_environment
 from agentrl.errors import UserError
 
-SHIPPED = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
+SHIPPED_TEMPLATES = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
 """Names of the templates in `agentrl/agent/templates/`. None adds a system message."""
 MAX_BYTES = 1 << 18
 """Bytes of a template file: twenty times the longest one of well-known models."""
@@ -53,14 +53,15 @@ TOOL: dict[str, Any] = {
 
 def read_template(name: str, root: Path) -> str:
     """Returns the text of a shipped template by its name, or of a file relative to `root`. Raises `UserError`."""
-    if name in SHIPPED:
+    if name in SHIPPED_TEMPLATES:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
     try:
         content = untrusted_files.read_bytes(path, most=MAX_BYTES) if path.stat().st_size <= MAX_BYTES else None
     except (OSError, ValueError):
         raise UserError(
-            f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED)}) nor a file", fix=f"use one of them, or create {path}"
+            f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED_TEMPLATES)}) nor a file",
+            fix=f"use one of them, or create {path}",
         ) from None
     if content is None:
         raise UserError(f"{path} is not a chat template: it has more than {MAX_BYTES >> 10} KiB", fix="save only the template in it")
@@ -73,7 +74,7 @@ def read_template(name: str, root: Path) -> str:
     return text
 
 
-def one_template(given: Any) -> Any:
+def select_template(given: Any) -> Any:
     """Returns the template of a tokenizer. Of several named templates, it is the one for tools, else the default.
 
     `transformers` would choose by the tools of each rendering, but a conversation must be rendered with one template.
@@ -96,7 +97,7 @@ def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU
     Loading has a separate bound, because a large vocabulary takes seconds. The same files are tested once per process.
 
     Raises:
-        UserError: as `try_template`, or the tokenizer exceeds the bounds or crashes. Loading it later reports all other errors.
+        UserError: as `probe_template`, or the tokenizer exceeds the bounds or crashes. Loading it later reports all other errors.
     """
     key = (_content(Path(folder)), text, cpu_s)
     if key not in _PASSED:
@@ -155,7 +156,7 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
     try:
         tokenizer = None if load is None else load(folder, trust_remote_code=False)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        text = text or (None if tokenizer is None else one_template(tokenizer.chat_template))
+        text = text or (None if tokenizer is None else select_template(tokenizer.chat_template))
         if isinstance(text, str):
             _render_all(render_jinja_template, text)
         if tokenizer is not None:

@@ -138,7 +138,7 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TemplateForm:
     """A template's form of tool calls, and what the probe observed."""
 
     form: CallForm
@@ -149,7 +149,7 @@ class Found:
     ends: tuple[str, ...]  # tokens that the template writes after the assistant's text (`turn_ends`)
 
 
-def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> Found:
+def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> TemplateForm:
     """Returns the form of tool calls: the one called `name`, or the one that reads what the template writes.
 
     A turn ends with a token that the template writes there, the tokenizer's eos token, or an end token of the form.
@@ -168,15 +168,15 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
         form = given or FORMS["hermes"]
         how = "policy.tool_format" if given else "the template has no form for calls; the task's prompt must describe this one"
         how += "; it has no tool messages, so tool results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
-        return Found(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
+        return TemplateForm(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, pair = _random_call(random.Random(0)), (_random_call(random.Random(1)), _random_call(random.Random(2)))
-    shown, unfit = "", None
+    shown, tool_problem = "", None
     for form in [given] if given else FORMS.values():
         try:
             seam = seam_of(form)
             text = _written(renderer, seam, (single,))
         except UserError as error:
-            unfit = unfit or error
+            tool_problem = tool_problem or error
             continue
         shown = shown or ascii(text[:120])
         if _reads(form, text, (single,)):
@@ -185,9 +185,9 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
                 several = _written(renderer, seam, pair)
                 text, parallel = text + several, _reads(form, several, pair)
             how = "policy.tool_format" if given else "detected from the chat template"
-            return Found(form=form, seam=seam, how=how, parallel=parallel, written=text, ends=ends)
-    if unfit is not None and not shown:
-        raise unfit
+            return TemplateForm(form=form, seam=seam, how=how, parallel=parallel, written=text, ends=ends)
+    if tool_problem is not None and not shown:
+        raise tool_problem
     if given:
         raise UserError(
             f"policy.tool_format={name} does not read the calls that the chat template writes: {shown}",
@@ -217,7 +217,7 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
     return renderer.said(new[same:]).removesuffix(delta)
 
 
-def rewrites(renderer: Renderer, seam: Seam, found: Found) -> str:
+def rewrites(renderer: Renderer, seam: Seam, found: TemplateForm) -> str:
     """Returns why a template cannot be extended exactly; empty if random conversations equal the sum of their parts."""
     for seed in range(4):
         messages, schemas = _random_opening(renderer, seed)
@@ -238,7 +238,7 @@ def _random_opening(renderer: Renderer, seed: int) -> tuple[list[Message], tuple
 
 
 def _rewrites(
-    renderer: Renderer, seam: Seam, found: Found, messages: list[Message], schemas: Sequence[Mapping[str, Any]], draw: random.Random
+    renderer: Renderer, seam: Seam, found: TemplateForm, messages: list[Message], schemas: Sequence[Mapping[str, Any]], draw: random.Random
 ) -> str:
     """Renders one conversation in full after each of three rounds."""
     before, calls_so_far = renderer.text(renderer.messages(messages), schemas), 0

@@ -31,10 +31,12 @@ from agentrl.task.recorded_tools import RECORDED_TOOLS as RECORDED
 class Toolbox(Mapping[str, Tool]):
     """Tools by the name that the agent uses. Objects and connections are opened by the first call; the owner must call `close`."""
 
-    def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, ToolInstance], connections: Mapping[str, ServerConnection]) -> None:
+    def __init__(
+        self, tools: Mapping[str, Tool], instances: Mapping[str, ToolInstance], connections: Mapping[str, ServerConnection]
+    ) -> None:
         self._tools = tools
-        self.kept = kept  # reference -> the episode's object of that class
-        self._stateful: Mapping[str, Kept | Connection] = {**kept, **connections}
+        self.instances = instances  # reference -> the episode's object of that class
+        self._stateful: Mapping[str, ToolInstance | ServerConnection] = {**instances, **connections}
 
     def __getitem__(self, name: str) -> Tool:
         return self._tools[name]
@@ -59,7 +61,7 @@ class Toolbox(Mapping[str, Tool]):
                 stack.push_async_callback(owner.close, timeout_s=timeout_s)
 
 
-class Kept:
+class ToolInstance:
     """An episode's object of a class with `tool` methods, opened by the first call, with the saved state if there is one.
 
     A dataclass's state is its fields. Other classes define `state()`, which returns JSON data, and `restore(state)`, which is called on a
@@ -78,7 +80,7 @@ class Kept:
         """Whether there is a state to save."""
         return self._restored or self._object is not None
 
-    async def opened(self) -> Any:
+    async def open(self) -> Any:
         """Returns the object, which the first call creates."""
         async with self._opening:  # concurrent calls share one object
             if self._object is None:
@@ -99,7 +101,7 @@ class Kept:
         """Returns the state as JSON data. Raises `ValueError` if it cannot be captured."""
         if self._object is None:
             return self._saved
-        what, since = f"the state of {self.kind.__name__}", usercode.cancellations()
+        what, since = f"the state of {self.kind.__name__}", user_code.cancellation_count()
 
         async def captured() -> Any:
             if hasattr(self.kind, "state"):
@@ -107,11 +109,11 @@ class Kept:
             return _fields_of(self.kind).dump_python(self._object, mode="json", warnings="error")
 
         try:
-            return json_value(await usercode.call(captured, what=what, timeout_s=timeout_s))
+            return json_value(await user_code.call_user_code(captured, what=what, timeout_s=timeout_s))
         except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report(what, error)
-            raise ValueError(f"{what} cannot be captured: {usercode.describe(error)}") from error
+            user_code.reraise_if_fatal(error, since)
+            user_code.log_unexpected(what, error)
+            raise ValueError(f"{what} cannot be captured: {user_code.describe_error(error)}") from error
 
     async def close(self, *, timeout_s: float) -> None:
         """Closes the object. Logs errors."""
@@ -120,29 +122,29 @@ class Kept:
             return
         what, since = f"closing {self.kind.__name__}", user_code.cancellation_count()
         try:
-            await usercode.call(lambda: run(closing.close, closing.close, what=what), what=what, timeout_s=timeout_s)
+            await user_code.call_user_code(lambda: run(closing.close, closing.close, what=what), what=what, timeout_s=timeout_s)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
             user_code.log_unexpected(what, error)
 
 
-class KeptTool:
+class InstanceTool:
     """One `tool` method of a class, on the episode's object."""
 
     repeats = False  # after an outage, which may have changed the object
 
-    def __init__(self, method: TypedTool, kept: ToolInstance) -> None:
+    def __init__(self, method: TypedTool, instances: ToolInstance) -> None:
         self.name, self.schema, self.needs_sandbox = method.name, method.schema, method.needs_sandbox
         self.bounds, self.together = method.bounds, method.together
         self._method = method
-        self._kept = kept
+        self._kept = instances
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         function: Callable[..., Any] = getattr(await self._kept.open(), self.name)
         return await self._method.call(function, arguments, sandbox, limits)
 
 
-class Within:
+class RecipeTool:
     """A tool with the recipe's bounds and descriptions."""
 
     def __init__(self, tool: Tool, bounds: Bounds, words: ToolWording) -> None:
@@ -175,11 +177,11 @@ def load_tools(
         PluginError: a reference does not resolve to a valid tool.
     """
     tools: dict[str, Tool] = {}
-    kept: dict[str, ToolInstance] = {}
+    instances: dict[str, ToolInstance] = {}
     connections: dict[str, ServerConnection] = {}
     run, saved = run or NO_TOOLS, saved or {}
     for name in names:
-        for tool in _of_server(name, run, connections, saved) if name.startswith(MCP_PREFIX) else _loaded(name, kept, saved, task):
+        for tool in _of_server(name, run, connections, saved) if name.startswith(MCP_PREFIX) else _loaded(name, instances, saved, task):
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="rename one of them")
             tools[tool.name] = _of_recipe(tool, run)
@@ -188,7 +190,7 @@ def load_tools(
             fix = "rename the task's tool, or remove the recipe's memory"
             raise TaskError(f"a tool of the task is called {tool.name!r}, as is one of the recipe's memory", fix=fix)
         tools[tool.name] = _of_recipe(tool, run)
-    return Toolbox(tools, kept, connections)
+    return Toolbox(tools, instances, connections)
 
 
 def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
@@ -198,31 +200,31 @@ def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
     return RecipeTool(tool, run.bounds.get(tool.name, NO_BOUNDS), run.words.get(tool.name, ToolWording()))
 
 
-def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
+def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
     """The tools of a name that starts with `mcp:`, on one connection."""
     server, tool = named(run, name)
-    key = f"{PREFIX}{server.name}"
-    connection = connections.setdefault(key, Connection(server, restored=key in saved))
+    key = f"{MCP_PREFIX}{server.name}"
+    connection = connections.setdefault(key, ServerConnection(server, restored=key in saved))
     return tuple(ServerTool(offer, connection) for offer in offered(server, tool))
 
 
-def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
+def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
     """The tools of one name in a task."""
     if name == RECORDED:
         return recorded_tools(task)
     if name in SHIPPED_TOOLS:
         return (SHIPPED_TOOLS[name],)
     if ":" not in name:
-        raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED)}, or a reference such as mytools:search")
+        raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED_TOOLS)}, or a reference such as mytools:search")
     resolved = resolve(name)
     if inspect.isfunction(resolved) and is_tool(resolved):
-        return (_with_task(typed(resolved), task),)
+        return (_with_task(typed_tool(resolved), task),)
     if isinstance(resolved, type) and (methods := _methods(resolved)):
-        kept[name] = Kept(resolved, saved.get(name), restored=name in saved)
-        return tuple(KeptTool(_with_task(method, task), kept[name]) for method in methods)
+        instances[name] = ToolInstance(resolved, saved.get(name), restored=name in saved)
+        return tuple(InstanceTool(_with_task(method, task), instances[name]) for method in methods)
     owner = type(resolved.__self__) if inspect.ismethod(resolved) else type(resolved)
     shared = f"is one object of {owner.__name__}, which all episodes would share: refer to the class" if _marked(owner) else ""
-    if problem := shared or problem_of(resolved):
+    if problem := shared or definition_problem(resolved):
         fix = (
             "a tool is a function under @tool, or an object with name, needs_sandbox (True or False), schema and an async "
             "__call__(arguments, sandbox, limits)"
@@ -231,7 +233,7 @@ def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Ta
     return (cast(Tool, resolved),)
 
 
-def _with_task(tool: Typed, task: Task | None) -> Typed:
+def _with_task(tool: TypedTool, task: Task | None) -> TypedTool:
     """The tool with the task's data, if it has a parameter for it."""
     if task is None or TaskData not in tool.injected.values():
         return tool
@@ -246,7 +248,7 @@ def _marked(kind: Any) -> list[Any]:
 
 
 @lru_cache(maxsize=1024)
-def _methods(kind: Any) -> tuple[Typed, ...]:
+def _methods(kind: Any) -> tuple[TypedTool, ...]:
     """The tools of a class. Raises `PluginError` if its state cannot be captured, or it cannot be opened."""
     if not (marked := _marked(kind)):
         return ()
@@ -265,7 +267,7 @@ def _methods(kind: Any) -> tuple[Typed, ...]:
     for function in marked:
         if not inspect.isfunction(inspect.getattr_static(kind, function.__name__, None)):
             raise PluginError(f"the tool {function.__name__} of {kind.__name__} is not a plain method", fix="use self, and only @tool")
-    methods = tuple(typed(function, method=True) for function in marked)
+    methods = tuple(typed_tool(function, method=True) for function in marked)
     return tuple(sorted(methods, key=lambda method: method.function.__code__.co_firstlineno))
 
 

@@ -28,15 +28,15 @@ class ToolOutcome(Record):
     answer: Text | None = None
 
 
-class NotAnOutcome(Exception):
+class InvalidOutcome(Exception):
     """A tool returned an invalid outcome."""
 
 
 OUTAGE = "mcp_outage"
-"""`Fault.kind` of an outage that a working server reports. The call can be repeated."""
+"""`ToolFault.kind` of an outage that a working server reports. The call can be repeated."""
 
 
-class Fault(Exception):
+class ToolFault(Exception):
     """A failed call. The agent sees `text`, and the episode's record has `kind`.
 
     With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.outage_blame`).
@@ -56,14 +56,14 @@ class Bounds:
     output_chars: int | None = None  # of one call; head and tail are shown, and the cut is marked
     calls: int | None = None  # in one episode, of all its agents
 
-    def over(self, limits: Limits) -> Limits:
+    def apply_to(self, limits: Limits) -> Limits:
         """Returns the task's limits with these bounds applied."""
         if self.timeout_s is None and self.output_chars is None:
             return limits
         timeout_s, chars = self.timeout_s or limits.tool_timeout_s, self.output_chars or limits.tool_output_chars
         return replace(limits, tool_timeout_s=timeout_s, tool_output_chars=chars, episode_output_chars=limits.all_output_chars)
 
-    def but(self, other: Bounds) -> Bounds:
+    def overridden_by(self, other: Bounds) -> Bounds:
         """Returns these bounds, overridden by those that `other` sets."""
         return Bounds(
             timeout_s=self.timeout_s if other.timeout_s is None else other.timeout_s,
@@ -77,8 +77,8 @@ NO_BOUNDS = Bounds()
 
 def bounds_of(tool: Tool) -> Bounds:
     """Returns the bounds of a tool; none if it has no valid attribute `bounds`."""
-    bounds = getattr(tool, "bounds", FREE)
-    return bounds if isinstance(bounds, Bounds) else FREE
+    bounds = getattr(tool, "bounds", NO_BOUNDS)
+    return bounds if isinstance(bounds, Bounds) else NO_BOUNDS
 
 
 def runs_together(tool: Tool) -> bool:
@@ -188,7 +188,7 @@ class SubmitTool:
 BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (PythonTool(), PythonSessionTool(), ShellTool(), SubmitTool())}
 
 
-def problem_of(tool: Any) -> str:
+def definition_problem(tool: Any) -> str:
     """Returns why an object is not a valid tool; empty if it is."""
     if inspect.isfunction(tool):
         return "is a function without @tool from agentrl.agent above it"
@@ -208,11 +208,11 @@ def problem_of(tool: Any) -> str:
         json.dumps(dict(schema), allow_nan=False, ensure_ascii=False).encode()
         called = schema["function"]["name"]
     except Exception as error:
-        return f"has an invalid OpenAI function schema ({usercode.describe(error)})"
+        return f"has an invalid OpenAI function schema ({user_code.describe_error(error)})"
     return "" if called == name else f"has the name {name!r}, but {called!r} in its schema"
 
 
-def show(result: ExecResult, limits: Limits) -> str:
+def render_result(result: ExecResult, limits: Limits) -> str:
     """Returns the text that the agent sees of a program: its output within the limit, and how it ended if it failed."""
     text = result.stdout.rstrip("\n")
     if result.stderr.strip():

@@ -14,7 +14,6 @@ from agentrl.agent.outage_blame import Caller
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
 from agentrl.errors import InfrastructureError
-from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, Failure, ToolCall, ToolResult
 from agentrl.records.fields import json_object
@@ -34,21 +33,21 @@ async def run_calls(
     several concurrent calls, the error of the first.
 
     Args:
-        spent: the episode's calls so far (`calls_made`). These calls are added before any of them runs.
+        spent: the episode's calls so far (`count_calls`). These calls are added before any of them runs.
         also: names of tools outside the toolbox, for the error about an unknown tool.
     """
     results: list[ToolResult] = []
     for batch in _batches(tools, calls):
         refused = [_refused(episode, tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, refused), strict=True):
-            results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
+            results.append(ToolResult(name=call.name[:64], output=episode.clip_output(outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None or episode.sandbox_lost:
                 return tuple(results), outcome.answer
     return tuple(results), None
 
 
-async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
-    """Runs one call and adds it to `made`, the episode's calls so far (`calls_made`)."""
+async def run_call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
+    """Runs one call and adds it to `made`, the episode's calls so far (`count_calls`)."""
     return (await _run(episode, tools, [call], [_refused(episode, tools, call, made)]))[0][0]
 
 
@@ -66,7 +65,7 @@ async def _run(
     """Runs the calls that are not refused, concurrently. Returns the outcome and the seconds of each call."""
     allowed = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
     sandbox = await episode.sandbox() if any(tools[call.name].needs_sandbox for call in allowed) else None
-    done: Iterator[tuple[Called, float]] = iter(())
+    done: Iterator[tuple[CallResult, float]] = iter(())
     if allowed:
         with episode.running(sandbox):
             jobs = [_call(episode, tools, call, sandbox) for call in allowed]
@@ -84,7 +83,7 @@ async def _run(
     return outcomes
 
 
-async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: Sandbox | None) -> tuple[Called, float]:
+async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: Sandbox | None) -> tuple[CallResult, float]:
     """Runs one call. Returns its result and its seconds."""
     tool, started = tools[call.name], time.monotonic()
 
@@ -106,7 +105,7 @@ async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: S
         if not tool.needs_sandbox or not episode.sandbox_lost:
             raise
         outcome = ToolOutcome(output="error: the sandbox is gone: another agent's call to it was cut short", ok=False)
-        called = Called(outcome=outcome, sandbox_lost=True)  # that call is recorded as the policy's fault
+        called = CallResult(outcome=outcome, sandbox_lost=True)  # that call is recorded as the policy's fault
     return called, time.monotonic() - started
 
 
@@ -124,13 +123,13 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in failed or running]
 
 
-def calls_made(episode: LiveEpisode) -> Counter[str]:
+def count_calls(episode: LiveEpisode) -> Counter[str]:
     """Returns the number of calls so far by the tool's name, including refused calls."""
     turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
     return Counter(result.name for turn in turns for result in turn.tool_results)
 
 
-def over_budget(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
+def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
     """Returns the error for a call beyond `Limits.tool_calls`, and records the policy's failure; None within the limit.
 
     `spent` counts the call already. Every call of any tool counts, except handing in an answer.
@@ -149,7 +148,7 @@ def _refused(episode: LiveEpisode, tools: Toolbox, call: ToolCall, spent: Counte
     spent[call.name[:64]] += 1
     if tool is None:
         return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join([*tools, *also])}", ok=False)
-    if over := over_budget(episode, spent, call.name):
+    if over := budget_error(episode, spent, call.name):
         return over
     most = bounds_of(tool).calls
     if most is None or spent[call.name[:64]] <= most:

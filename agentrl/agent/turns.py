@@ -22,8 +22,9 @@ from agentrl.agent.handing import hand_back
 from agentrl.agent.policytext import read_turn, reading_policy_text
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.agent.turncalls import SUBMIT, call_all, calls_made, over_budget
-from agentrl.agent.wording import told
+from agentrl.agent.turncalls import SUBMIT, budget_error, count_calls, run_calls
+from agentrl.agent.wording import main_prompt
+from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
@@ -48,9 +49,9 @@ class TurnLoop:
         task = episode.task
         tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task)
         try:
-            trajectory = current(episode)
-            prompt = told(trajectory, task, self.instructions)
-            ended = await Speaker(self, episode, trajectory, prompt=prompt, tools=tools, spent=calls_made(episode)).speak()
+            trajectory = current_trajectory(episode)
+            prompt = main_prompt(trajectory, task, self.instructions)
+            ended = await AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode)).run()
             episode.answer = ended.answer
             return ended.reason
         finally:
@@ -65,7 +66,7 @@ class Ended:
     answer: str | None = None
 
 
-class Speaker:
+class AgentRun:
     """One agent of an episode: the main agent, or a sub-agent `depth` levels below it.
 
     Args:
@@ -99,12 +100,12 @@ class Speaker:
         self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, config=loop.compaction)
         config = loop.delegation
         self._delegates = config is not None and depth < config.depth
-        delegate = [delegation.schema(config)] if config is not None and self._delegates else []
+        delegate = [delegation.delegate_schema(config)] if config is not None and self._delegates else []
         self._schemas: list[Mapping[str, Any]] = [*(tool.schema for tool in tools.values()), *delegate]
         if config is not None:
             delegation.check_name(episode.task, tools)
 
-    async def speak(self) -> Ended:
+    async def run(self) -> Ended:
         """Runs turns until the agent stops."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
@@ -141,7 +142,9 @@ class Speaker:
         if not chat.exact:
             trajectory.add_results(results, wall_s=wall_s)
             with reading_policy_text(_SHOWN):
-                self.trajectory = go_on(chat, self._episode, trajectory, parsed, outputs, prompt=self._prompt, schemas=self._schemas)
+                self.trajectory = continue_context(
+                    chat, self._episode, trajectory, parsed, outputs, prompt=self._prompt, schemas=self._schemas
+                )
             return ""
         try:
             with reading_policy_text(_SHOWN):
@@ -216,7 +219,7 @@ class Speaker:
             if delegates:
                 results += await self._delegated(calls, [number for number, _ in group])
             else:
-                run, answer = await call_all(self._episode, self._tools, [call for _, call in group], spent=self._spent, also=also)
+                run, answer = await run_calls(self._episode, self._tools, [call for _, call in group], spent=self._spent, also=also)
                 results += run
             if answer is not None or self._episode.sandbox_lost:
                 return tuple(results), answer
@@ -226,14 +229,14 @@ class Speaker:
         return tuple(results), None
 
     def _output(self, text: str) -> str:
-        return self._episode.shown(clip(text, self._episode.task.limits.tool_output_chars))
+        return self._episode.clip_output(clip(text, self._episode.task.limits.tool_output_chars))
 
     async def _delegated(self, calls: Sequence[ToolCall], numbers: Sequence[int]) -> list[ToolResult]:
         """Runs the sub-agents of these calls concurrently. Returns the results in the order of the calls."""
         config = self._loop.delegation
         assert config is not None, "only then calls start sub-agents"
         started, turn = time.monotonic(), len(self.trajectory.turns) - 1
-        desk = delegation.Desk(self._episode, config, defang=self._loop.chat.defang)
+        desk = delegation.SubAgents(self._episode, config, escape_text=self._loop.chat.escape_text)
         refused: list[str] = []
         for _ in numbers:
             self._spent[delegation.NAME] += 1
@@ -266,7 +269,7 @@ class Speaker:
         if config.sandbox == "shared":
             ended = await self._speak_as(worker, self._episode)
             return delegation.reported(ended.answer, ended.reason)
-        async with self._episode.apart(copy) as own:
+        async with self._episode.sub_episode(copy) as own:
             ended = await self._speak_as(worker, own)
             files = await hand_back(config.returns, number=worker.trajectory.index, worker=own, caller=self._episode)
         return delegation.reported(ended.answer, ended.reason, files)
@@ -278,8 +281,8 @@ class Speaker:
         tools = load_tools(names, None, episode.tools, episode.memory, episode.task)
         depth = self._depth + 1
         try:
-            agent = Speaker(self._loop, episode, worker.trajectory, prompt=worker.prompt, tools=tools, spent=self._spent, depth=depth)
-            ended = await agent.speak()
+            agent = AgentRun(self._loop, episode, worker.trajectory, prompt=worker.prompt, tools=tools, spent=self._spent, depth=depth)
+            ended = await agent.run()
         finally:
             await tools.close(timeout_s=episode.task.limits.tool_timeout_s)
         agent.trajectory.end(ended.reason)

@@ -122,7 +122,7 @@ def is_tool(thing: Any) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Typed:
+class TypedTool:
     """A marked function as a tool."""
 
     name: str
@@ -132,7 +132,7 @@ class Typed:
     arguments: type[BaseModel]
     names: Mapping[str, str]  # field of `arguments` -> parameter
     injected: Mapping[str, type]  # parameter -> Sandbox, Limits or TaskData
-    bounds: Bounds = FREE
+    bounds: Bounds = NO_BOUNDS
     together: bool = False
     task: TaskData = NO_TASK
 
@@ -146,8 +146,8 @@ class Typed:
         try:
             validated = self.arguments.model_validate(json_object(arguments))
         except ValueError as error:
-            problem = _error_text(error) if isinstance(error, ValidationError) else usercode.text_of(error, 300)
-            return ToolOutcome(output=f"error: {self.name}: {problem}{example(self.schema)}", ok=False)
+            problem = _error_text(error) if isinstance(error, ValidationError) else user_code.error_text(error, 300)
+            return ToolOutcome(output=f"error: {self.name}: {problem}{argument_example(self.schema)}", ok=False)
         values = {parameter: getattr(validated, field) for field, parameter in self.names.items()}
         available: dict[type, Any] = {Sandbox: sandbox, Limits: limits, TaskData: self.task}
         values |= {parameter: available[kind] for parameter, kind in self.injected.items()}
@@ -156,7 +156,7 @@ class Typed:
 
 async def run(call: Callable[[], Any], function: Callable[..., Any], *, what: str) -> Any:
     """Returns the result of `call()`, which calls `function`: awaited if that is async, else in a thread."""
-    result = call() if inspect.iscoroutinefunction(function) else await usercode.threaded(call, what=what)
+    result = call() if inspect.iscoroutinefunction(function) else await user_code.run_in_thread(call, what=what)
     return await result if inspect.isawaitable(result) else result  # a plain function may return an awaitable
 
 
@@ -168,8 +168,8 @@ def _outcome(value: Any) -> ToolOutcome:
     try:
         return ToolOutcome(output="" if value is None else to_json(value).decode(), ok=True)
     except ValueError:
-        kind = usercode.printable(type(value).__name__, 64)
-        raise NotAnOutcome(f"it returned {kind}, which is neither text, a ToolOutcome, nor JSON data") from None
+        kind = user_code.printable(type(value).__name__, 64)
+        raise InvalidOutcome(f"it returned {kind}, which is neither text, a ToolOutcome, nor JSON data") from None
 
 
 def _error_text(error: ValidationError) -> str:
@@ -177,11 +177,11 @@ def _error_text(error: ValidationError) -> str:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     texts = [f"{'.'.join(str(part)[:40] for part in entry['loc'][:8])}: {entry['msg'][:200]}" for entry in errors[:_MAX_ERRORS]]
     more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
-    return usercode.printable("; ".join(texts + more), 1500)
+    return user_code.printable("; ".join(texts + more), 1500)
 
 
 @lru_cache(maxsize=1024)
-def typed(function: Callable[..., Any], *, method: bool = False) -> Typed:
+def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTool:
     """Returns a marked function as a tool. Raises `PluginError` if no schema can be built.
 
     Args:
@@ -192,7 +192,9 @@ def typed(function: Callable[..., Any], *, method: bool = False) -> Typed:
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:
-        raise _invalid(name, f"has annotations that do not resolve ({usercode.describe(error)})", "import the names in them") from None
+        raise _invalid(
+            name, f"has annotations that do not resolve ({user_code.describe_error(error)})", "import the names in them"
+        ) from None
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
     injected: dict[str, type] = {}
@@ -220,9 +222,9 @@ def typed(function: Callable[..., Any], *, method: bool = False) -> Typed:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
         schema = _schema(name, description, arguments)
     except Exception as error:  # pydantic raises many, and user-supplied types any
-        reason = usercode.describe(error)
+        reason = user_code.describe_error(error)
         raise _invalid(name, f"has parameters that JSON cannot represent ({reason})", "use str, int, float, bool, list, dict") from None
-    return Typed(name, schema, needs_sandbox, function, arguments, names, injected, getattr(function, _BOUNDS, FREE), together)
+    return TypedTool(name, schema, needs_sandbox, function, arguments, names, injected, getattr(function, _BOUNDS, NO_BOUNDS), together)
 
 
 def _schema(name: str, description: str, arguments: type[BaseModel]) -> Mapping[str, Any]:

@@ -16,29 +16,29 @@ from agentrl.records import Message, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class ToolWording:
     """Descriptions for a tool's schema, in place of its own. An empty text changes nothing."""
 
     description: str = ""
     arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> its description
 
 
-def told(trajectory: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
+def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
     """Returns the main agent's prompt for a task, and records it if it is not the task's own."""
-    prompt = instructed(task.prompt, instructions)
+    prompt = with_instructions(task.prompt, instructions)
     if instructions is not None:
         trajectory.describe("main", prompt)
     return prompt
 
 
-def instructed(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
+def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
     """Returns the prompt with these instructions in place of its system messages; None changes nothing."""
     if instructions is None:
         return tuple(prompt)
     return (Message(role="system", content=instructions), *(message for message in prompt if message.role != "system"))
 
 
-def worded(schema: Mapping[str, Any], words: Words) -> Mapping[str, Any]:
+def reworded_schema(schema: Mapping[str, Any], words: ToolWording) -> Mapping[str, Any]:
     """Returns a tool's function schema with other descriptions. Raises `UserError` for an argument that it does not have."""
     changed = copy.deepcopy(dict(schema))
     function = changed["function"]

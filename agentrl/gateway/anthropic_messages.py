@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway import checks
-from agentrl.gateway.asked import MAX_BODY, MAX_TOOLS, Answer, Asked, Refused, Said, said, split_system
 from agentrl.gateway.checks import Check, array, check_all, flag, known_fields, mapping, text, value_or
+from agentrl.gateway.request import MAX_BODY, MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
 from agentrl.gateway.schemas import Schemas
 from agentrl.records import ToolCall
 
@@ -44,15 +44,15 @@ _KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """An edit of the context that does not change it."""
 
 
-def read(body: Any) -> Asked:
-    """Parses a request. Raises `Refused`."""
+def read(body: Any) -> CompletionRequest:
+    """Parses a request. Raises `RequestError`."""
     if mapping(body, "the body").get("max_tokens") is None:
-        raise Refused("invalid", "max_tokens: Field required", param="max_tokens")
+        raise RequestError("invalid", "max_tokens: Field required", param="max_tokens")
     return read_count(body)
 
 
-def read_count(body: Any) -> Asked:
-    """Parses a request, or a request to count the tokens of a context. Raises `Refused`."""
+def read_count(body: Any) -> CompletionRequest:
+    """Parses a request, or a request to count the tokens of a context. Raises `RequestError`."""
     fields = known_fields(body, FIELDS)
     checks.check_inert(fields, INERT)
     check_all(fields, HINTS)
@@ -66,7 +66,7 @@ def read_count(body: Any) -> Asked:
     heads, rest = split_system([message for at, value in entries for message in _messages(value, f"messages[{at}]", tools)])
     choice_fields = ("type", "name", "disable_parallel_tool_use")
     choice = known_fields(value_or(fields.get("tool_choice"), {"type": "auto"}), choice_fields, "tool_choice")
-    return Asked(
+    return CompletionRequest(
         model=text(fields.get("model"), "model"),
         system=tuple(filter(None, (*texts, *heads))),
         messages=rest,
@@ -83,12 +83,12 @@ def read_count(body: Any) -> Asked:
     )
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     """Returns the body of an answer."""
     return {**_head(answer), "content": _blocks(answer, asked), **_stop(answer), "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """Yields the name and the data of each event."""
     start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
     yield "message_start", {"type": "message_start", "message": start}
@@ -102,7 +102,7 @@ def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
     yield "message_stop", {"type": "message_stop"}
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: RequestError) -> dict[str, Any]:
     """Returns the body of an error, to which the server adds the request's id."""
     kind = _ERRORS.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}, "request_id": None}
@@ -136,7 +136,9 @@ def _check_context(fields: Mapping[str, Any]) -> None:
     for at, edit in enumerate(array(value_or(context.get("edits"), []), "context_management.edits")):
         if edit != _KEEPS_ALL:
             where = f"context_management.edits[{at}]"
-            raise Refused("unsupported", f"{where}: the sampled context cannot be edited; only {_KEEPS_ALL} is supported.", param=where)
+            raise RequestError(
+                "unsupported", f"{where}: the sampled context cannot be edited; only {_KEEPS_ALL} is supported.", param=where
+            )
 
 
 def _shows_reasoning(value: Any) -> bool:
@@ -194,7 +196,7 @@ class _Tools:
         self._chars = 0  # of definitions in results, which a short reference can repeat
 
     def definition(self, reference: Any, where: str) -> str:
-        """Returns the definition of the tool that a result refers to, as a line. Raises `Refused`."""
+        """Returns the definition of the tool that a result refers to, as a line. Raises `RequestError`."""
         name = text(reference, f"{where}.tool_name")
         if name not in self._known:
             raise RequestError("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
@@ -207,7 +209,7 @@ class _Tools:
         return line
 
 
-def _messages(value: Any, where: str, tools: _Tools) -> list[Said]:
+def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
     """The messages of one message. Each tool result becomes a message, before the text next to it."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
@@ -259,7 +261,7 @@ def _result(content: Any, where: str, tools: _Tools) -> str:
 def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") not in (None, "custom"):
-        raise Refused("unsupported", f"{where}.type: only tools of type 'custom' are supported", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only tools of type 'custom' are supported", param=f"{where}.type")
     named = known_fields(about, _TOOL_FIELDS, where)
     check_all(named, {"cache_control": mapping, **dict.fromkeys(("strict", "eager_input_streaming", "defer_loading"), flag)}, where)
     lines = [text(value_or(named.get("description"), ""), f"{where}.description")]

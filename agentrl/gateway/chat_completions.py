@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway import checks
-from agentrl.gateway.asked import MAX_TOOLS, Answer, Asked, Refused, Said, said, split_system
 from agentrl.gateway.checks import Check, check_all, mapping, value_or
+from agentrl.gateway.request import MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
 from agentrl.gateway.schemas import answer_schema
 from agentrl.records import ToolCall
 
@@ -46,8 +46,8 @@ _LEGACY_ID = "function"
 """The id of the only call of an answer in the legacy form, which has no ids. A result answers the last call."""
 
 
-def read(body: Any) -> Asked:
-    """Parses a request. Raises `Refused`."""
+def read(body: Any) -> CompletionRequest:
+    """Parses a request. Raises `RequestError`."""
     fields = checks.known_fields(body, FIELDS)
     checks.check_inert(fields, INERT)
     check_all(fields, HINTS)
@@ -57,14 +57,14 @@ def read(body: Any) -> Asked:
     offered = checks.array(value_or(fields.get("tools"), []), "tools", most=MAX_TOOLS)
     legacy = checks.array(value_or(fields.get("functions"), []), "functions", most=MAX_TOOLS)
     if legacy and offered:
-        raise Refused("invalid", "functions and tools cannot be used together.", param="functions")
+        raise RequestError("invalid", "functions and tools cannot be used together.", param="functions")
     tools = [_tool(value, f"tools[{at}]") for at, value in enumerate(offered)]
     tools += [_function(value, f"functions[{at}]") for at, value in enumerate(legacy)]
     strict = {function["name"] for function in [*(tool["function"] for tool in offered), *legacy] if function.get("strict")}
     options = checks.known_fields(value_or(fields.get("stream_options"), {}), ("include_usage", "include_obfuscation"), "stream_options")
     check_all(options, dict.fromkeys(options, checks.flag), "stream_options")
     parallel = fields.get("parallel_tool_calls")
-    return Asked(
+    return CompletionRequest(
         model=checks.text(fields.get("model"), "model"),
         system=system,
         messages=rest,
@@ -81,13 +81,13 @@ def read(body: Any) -> Asked:
     )
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     """Returns the body of an answer."""
     choice = {"index": 0, "message": _written(answer, asked), "logprobs": None, "finish_reason": _finish(answer, asked)}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """Yields the name (always empty) and the data of each event. A string as data is sent unchanged."""
     head = _head(answer, "chat.completion.chunk")
     written = _written(answer, asked)
@@ -103,7 +103,7 @@ def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
     yield "", "[DONE]"
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: RequestError) -> dict[str, Any]:
     """Returns the body of an error."""
     kind, code = _ERRORS.get(refused.kind, ("invalid_request_error", None))
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
@@ -120,7 +120,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _choice(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `Asked` for a choice of tools, in the current or the legacy form."""
+    """The fields of `CompletionRequest` for a choice of tools, in the current or the legacy form."""
     where = next((name for name in ("tool_choice", "function_call") if fields.get(name) is not None), "tool_choice")
     value = value_or(fields.get(where), "auto")
     if isinstance(value, str):
@@ -160,7 +160,7 @@ def _written(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     return message
 
 
-def _finish(answer: Answer, asked: Asked) -> str:
+def _finish(answer: Answer, asked: CompletionRequest) -> str:
     called = "function_call" if asked.options.get("legacy") else "tool_calls"
     return "length" if answer.cut else called if answer.calls else "stop"
 
@@ -180,7 +180,7 @@ def _message(value: Any, where: str) -> RequestMessage:
     if role == "function":
         return said("tool", _content(value_or(content, ""), where), call_id=_LEGACY_ID)
     if role != "assistant":
-        raise Refused("invalid", f"{where}.role must be system, developer, user, assistant, tool or function.", param=f"{where}.role")
+        raise RequestError("invalid", f"{where}.role must be system, developer, user, assistant, tool or function.", param=f"{where}.role")
     calls = checks.array(value_or(about.get("tool_calls"), []), f"{where}.tool_calls")
     pairs = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
     if about.get("function_call") is not None:

@@ -1,4 +1,4 @@
-"""Checks the fields of a request. All functions raise `Refused` with the path of an invalid field."""
+"""Checks the fields of a request. All functions raise `RequestError` with the path of an invalid field."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from agentrl.fields import json_value
-from agentrl.gateway.asked import MAX_MESSAGES, Refused
+from agentrl.gateway.request import MAX_MESSAGES, RequestError
 from agentrl.records import ToolCall
+from agentrl.records.fields import json_value
 
 MAX_STOPS = (16, 1024)
 """Stop sequences of a request, and characters of each."""
@@ -17,7 +17,7 @@ MAX_KEY = 200
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 Check = Callable[[Any, str], object]
-"""Raises `Refused` if the field at this path cannot have the value."""
+"""Raises `RequestError` if the field at this path cannot have the value."""
 
 
 def known_fields(body: Any, known: Collection[str], where: str = "") -> dict[str, Any]:
@@ -25,7 +25,7 @@ def known_fields(body: Any, known: Collection[str], where: str = "") -> dict[str
     fields = mapping(body, where or "the body")
     if unknown := next((key for key in fields if key not in known), None):
         name = path(where, ascii(unknown[:MAX_KEY])[1:-1])
-        raise Refused("unknown_field", f"Unknown parameter: '{name}'.", param=name)
+        raise RequestError("unknown_field", f"Unknown parameter: '{name}'.", param=name)
     return fields
 
 
@@ -44,29 +44,29 @@ def storable(value: Any, where: str) -> Any:
     try:
         return json_value(value)
     except ValueError as error:
-        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+        raise RequestError("invalid", f"{where}: {str(error)[:300]}", param=where) from None
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
     """Returns an object."""
     if not isinstance(value, dict):
-        raise Refused("invalid", f"{where} must be an object.", param=where)
+        raise RequestError("invalid", f"{where} must be an object.", param=where)
     return value
 
 
 def array(value: Any, where: str, *, most: int = MAX_MESSAGES) -> list[Any]:
     """Returns an array."""
     if not isinstance(value, list):
-        raise Refused("invalid", f"{where} must be an array.", param=where)
+        raise RequestError("invalid", f"{where} must be an array.", param=where)
     if len(value) > most:
-        raise Refused("invalid", f"{where} has {len(value)} entries; the maximum is {most}.", param=where)
+        raise RequestError("invalid", f"{where} has {len(value)} entries; the maximum is {most}.", param=where)
     return value
 
 
 def text(value: Any, where: str) -> str:
     """Returns a string."""
     if not isinstance(value, str):
-        raise Refused("invalid", f"{where} must be a string.", param=where)
+        raise RequestError("invalid", f"{where} must be a string.", param=where)
     return value
 
 
@@ -75,14 +75,14 @@ def positive(value: Any, where: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-        raise Refused("invalid", f"{where} must be a positive integer.", param=where)
+        raise RequestError("invalid", f"{where} must be a positive integer.", param=where)
     return value
 
 
 def flag(value: Any, where: str) -> bool:
     """Returns a boolean; False for null."""
     if not isinstance(value, bool | None):
-        raise Refused("invalid", f"{where} must be true or false.", param=where)
+        raise RequestError("invalid", f"{where} must be true or false.", param=where)
     return bool(value)
 
 
@@ -91,7 +91,7 @@ def within(low: float, high: float) -> Check:
 
     def check(value: Any, where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise Refused("invalid", f"{where} must be a number from {low:g} to {high:g}.", param=where)
+            raise RequestError("invalid", f"{where} must be a number from {low:g} to {high:g}.", param=where)
 
     return check
 
@@ -101,7 +101,7 @@ def one_of(*values: str) -> Check:
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, str) or value not in values:
-            raise Refused("unsupported", f"Unsupported value: {where} must be one of {', '.join(values)}.", param=where)
+            raise RequestError("unsupported", f"Unsupported value: {where} must be one of {', '.join(values)}.", param=where)
 
     return check
 
@@ -109,7 +109,7 @@ def one_of(*values: str) -> Check:
 def integer(value: Any, where: str) -> None:
     """Checks an integer."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Refused("invalid", f"{where} must be an integer.", param=where)
+        raise RequestError("invalid", f"{where} must be an integer.", param=where)
 
 
 def check_all(body: Mapping[str, Any], checks: Mapping[str, Check], where: str = "") -> None:
@@ -125,7 +125,7 @@ def check_inert(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -
         value = body.get(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in values):
             message = f"Unsupported value: this value of {name!r} is not supported by this endpoint."
-            raise Refused("unsupported", message, param=name)
+            raise RequestError("unsupported", message, param=name)
 
 
 def stop_sequences(value: Any, where: str) -> tuple[str, ...]:
@@ -137,24 +137,24 @@ def stop_sequences(value: Any, where: str) -> tuple[str, ...]:
     for at, sequence in enumerate(sequences):
         here = where if isinstance(value, str) else f"{where}[{at}]"
         if not storable(text(sequence, here), here) or len(sequence) > chars:
-            raise Refused("invalid", f"{here} must have 1 to {chars} characters.", param=here)
+            raise RequestError("invalid", f"{here} must have 1 to {chars} characters.", param=here)
     return tuple(sequences)
 
 
 def tool_choice(kind: Any, name: Any, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Returns the fields of `Asked` for a choice of tools. `kind`: auto, none, any, or tool, which needs a name."""
+    """Returns the fields of `CompletionRequest` for a choice of tools. `kind`: auto, none, any, or tool, which needs a name."""
     names = tuple(tool["function"]["name"] for tool in tools)
     if kind in ("auto", "none"):
         return {"calls": kind == "auto"}
     if kind not in ("any", "tool"):
-        raise Refused("unsupported", f"Unsupported value: this kind of {where} is not supported by this endpoint.", param=where)
+        raise RequestError("unsupported", f"Unsupported value: this kind of {where} is not supported by this endpoint.", param=where)
     if not names or (kind == "tool" and text(name, where) not in names):
-        raise Refused("invalid", f"{where} requires a tool that is not among the tools.", param=where)
+        raise RequestError("invalid", f"{where} requires a tool that is not among the tools.", param=where)
     return {"forced": names if kind == "any" else (name,), "forced_by": where}
 
 
 def openai_choice(value: str, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Returns the fields of `Asked` for a choice of tools that OpenAI's protocols write as a string."""
+    """Returns the fields of `CompletionRequest` for a choice of tools that OpenAI's protocols write as a string."""
     return tool_choice({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, where)
 
 
@@ -164,11 +164,11 @@ def tool_call(name: Any, arguments: Any, where: str) -> ToolCall:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise Refused("invalid", f"{where}: the arguments are not valid JSON.", param=where) from None
+            raise RequestError("invalid", f"{where}: the arguments are not valid JSON.", param=where) from None
     try:
         return ToolCall(name=text(name, f"{where}.name"), arguments=mapping(value_or(arguments, {}), f"{where}.arguments"))
     except ValueError as error:
-        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+        raise RequestError("invalid", f"{where}: {str(error)[:300]}", param=where) from None
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
@@ -189,6 +189,6 @@ def text_content(value: Any, where: str, keys: Mapping[str, str]) -> str:
         kind = part.get("type")
         key = keys.get(kind) if isinstance(kind, str) else None
         if key is None:
-            raise Refused("unsupported", f"{here}.type: only text is supported.", param=f"{here}.type")
+            raise RequestError("unsupported", f"{here}.type: only text is supported.", param=f"{here}.type")
         parts.append(text(part.get(key), f"{here}.{key}"))
     return "".join(parts)

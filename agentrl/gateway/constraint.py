@@ -20,8 +20,8 @@ _WHITESPACE = 2
 """Maximum consecutive white space between the parts of a JSON value. Without a bound, a policy could emit only white space."""
 
 
-def constraint(asked: Asked, chat: Chat) -> str:
-    """Returns the constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `Refused`."""
+def constraint(asked: CompletionRequest, chat: Chat) -> str:
+    """Returns the constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `RequestError`."""
     names = asked.forced
     if asked.shape is not None and asked.calls and not names:
         names = tuple(tool["function"]["name"] for tool in asked.known_tools)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.records import Message, ToolCall
-from agentrl.records.fields import json_value
 
 MAX_BODY = 8 << 20
 """Bytes of one request."""
@@ -35,7 +34,7 @@ STATUS = {
 """Reason for refusing a request -> HTTP status. SDKs retry 429 and 5xx, and none of the others."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request is refused. Each protocol writes the error in its own format."""
 
     def __init__(self, kind: str, message: str, *, param: str | None = None) -> None:
@@ -49,7 +48,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class RequestMessage:
     """One message of a request."""
 
     message: Message
@@ -59,7 +58,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CompletionRequest:
     """A request for one completion. System messages at the head are separate, because clients change them between requests."""
 
     model: str
@@ -94,7 +93,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
+class AnswerCall:
     """A tool call of an answer, with the id that the client refers to."""
 
     id: str
@@ -114,7 +113,7 @@ class Answer:
     model: str
     text: str
     reasoning: str
-    calls: tuple[Called, ...]
+    calls: tuple[AnswerCall, ...]
     cut: bool  # whether a length limit ended it
     stop: str = ""  # the stop sequence that ended it
     prompt_tokens: int
@@ -122,12 +121,12 @@ class Answer:
     created: int  # seconds since 1970
 
 
-def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -> Said:
-    """Returns a message of a request. `more`: fields of `Said`."""
-    return Said(message=Message(role=role, content=content, tool_calls=tuple(calls)), **more)
+def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -> RequestMessage:
+    """Returns a message of a request. `more`: fields of `RequestMessage`."""
+    return RequestMessage(message=Message(role=role, content=content, tool_calls=tuple(calls)), **more)
 
 
-def split_system(messages: Sequence[Said]) -> tuple[tuple[str, ...], tuple[Said, ...]]:
+def split_system(messages: Sequence[RequestMessage]) -> tuple[tuple[str, ...], tuple[RequestMessage, ...]]:
     """Returns the texts of the system messages at the head, and the other messages."""
     count = next((at for at, said in enumerate(messages) if said.message.role != "system"), len(messages))
     return tuple(said.message.content for said in messages[:count]), tuple(messages[count:])
@@ -140,7 +139,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def read_json(content: bytes) -> Any:
-    """Returns the JSON of a body. Raises `Refused`."""
+    """Returns the JSON of a body. Raises `RequestError`."""
 
     def reject(word: str) -> float:
         raise ValueError(f"{word} is not JSON")
@@ -148,4 +147,4 @@ def read_json(content: bytes) -> Any:
     try:
         return json.loads(content, parse_constant=reject)
     except (ValueError, RecursionError):
-        raise Refused("invalid", "We could not parse the JSON body of your request.") from None
+        raise RequestError("invalid", "We could not parse the JSON body of your request.") from None

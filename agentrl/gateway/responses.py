@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway import chat_completions, checks
-from agentrl.gateway.asked import MAX_BODY, MAX_TOOLS, Answer, Asked, Refused, Said, said, split_system
 from agentrl.gateway.checks import Check, check_all, known_fields, mapping, text, value_or
+from agentrl.gateway.request import MAX_BODY, MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
 from agentrl.gateway.schemas import answer_schema
 from agentrl.records import ToolCall
 
@@ -43,8 +43,8 @@ _SEPARATOR = "__"
 error = chat_completions.error
 
 
-def read(body: Any) -> Asked:
-    """Parses a request. Raises `Refused`."""
+def read(body: Any) -> CompletionRequest:
+    """Parses a request. Raises `RequestError`."""
     fields = known_fields(body, FIELDS)
     checks.check_inert(fields, INERT)
     check_all(fields, HINTS)
@@ -56,7 +56,7 @@ def read(body: Any) -> Asked:
     choice = value_or(fields.get("tool_choice"), "auto")
     shape = known_fields(value_or(fields.get("text"), {}), ("format", "verbosity"), "text")
     form = known_fields(value_or(shape.get("format"), {"type": "text"}), ("type", "name", "description", "schema", "strict"), "text.format")
-    return Asked(
+    return CompletionRequest(
         model=text(fields.get("model"), "model"),
         system=(*filter(None, (instructions,)), *heads),
         messages=rest,
@@ -92,19 +92,19 @@ def _options(fields: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, A
     return {"encrypted": ENCRYPTED in included, "stored": stored}
 
 
-def write(answer: Answer, asked: Asked) -> dict[str, Any]:
+def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     """Returns the body of an answer."""
     response = _response(answer, asked, status="incomplete" if answer.cut else "completed")
     return {**response, "output": _items(answer, asked), "usage": _usage(answer)}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
+def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
     """Yields the name and the data of each event, in the order of their sequence numbers."""
     for number, (name, data) in enumerate(_events(answer, asked)):
         yield name, {"type": name, "sequence_number": number, **data}
 
 
-def _events(answer: Answer, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+def _events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     response = _response(answer, asked, status="in_progress")
     yield "response.created", {"response": response}
     yield "response.in_progress", {"response": response}
@@ -128,7 +128,7 @@ def _events(answer: Answer, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]
     yield ("response.incomplete" if answer.cut else "response.completed"), {"response": write(answer, asked)}
 
 
-def _response(answer: Answer, asked: Asked, *, status: str) -> dict[str, Any]:
+def _response(answer: Answer, asked: CompletionRequest, *, status: str) -> dict[str, Any]:
     unset = dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p", "usage"))
     return {
         **unset,
@@ -171,7 +171,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 def _messages(items: Sequence[Any]) -> list[RequestMessage]:
     """Converts items to messages. Joins the texts and calls of one turn, which are separate items in any order."""
-    messages: list[Said] = []
+    messages: list[RequestMessage] = []
     texts: list[str] = []  # of the turn that is being joined
     calls: list[tuple[str, ToolCall]] = []
     in_turn = False
@@ -251,13 +251,13 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
             tools.append(tool)
     names = Counter(tool["function"]["name"] for tool in tools)
     if len(tools) > MAX_TOOLS or any(names[name] > 1 for name in spaces):
-        raise Refused("invalid", f"tools: more than {MAX_TOOLS} of them, or two with the same name.", param="tools")
+        raise RequestError("invalid", f"tools: more than {MAX_TOOLS} of them, or two with the same name.", param="tools")
     return tools, spaces, frozenset(strict)
 
 
 def _tool(about: dict[str, Any], where: str) -> dict[str, Any]:
     if about.get("type") != "function":
-        raise Refused("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
+        raise RequestError("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
     named = known_fields(about, ("type", "name", "description", "parameters", "strict"), where)
     checks.flag(named.get("strict"), f"{where}.strict")
     return checks.function_tool(named.get("name"), named.get("description"), named.get("parameters"), where)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway import checks
-from agentrl.gateway.asked import Refused
 from agentrl.gateway.checks import array, mapping, path, text
+from agentrl.gateway.request import RequestError
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512
@@ -40,7 +40,7 @@ class Schemas:
         self._wanted: set[str] = set()  # definitions to which a `$ref` points
 
     def rebuilt(self, value: Any, where: str) -> dict[str, Any]:
-        """Returns the rebuilt schema with its definitions. Raises `Refused` with the path of an unsupported part."""
+        """Returns the rebuilt schema with its definitions. Raises `RequestError` with the path of an unsupported part."""
         self._wanted.clear()
         about = mapping(checks.storable(value, where), where)
         rebuilt = self._schema({key: item for key, item in about.items() if key not in ("$defs", "definitions")}, where, 0)
@@ -53,7 +53,7 @@ class Schemas:
             if name not in definitions:
                 raise RequestError("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
             if name in _same_as(name, definitions):
-                raise Refused("invalid", f"{where}: definition {name[:80]!a} refers only to itself.", param=where)
+                raise RequestError("invalid", f"{where}: definition {name[:80]!a} refers only to itself.", param=where)
         return rebuilt
 
     def _schema(self, value: Any, where: str, depth: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Schemas:
             return {}
         self._schemas += 1
         if depth > MAX_DEPTH or self._schemas > MAX_SCHEMAS:
-            raise Refused("invalid", f"{where}: more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
+            raise RequestError("invalid", f"{where}: more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
         rebuilt: dict[str, Any] = {}
         for key, item in mapping(value, where).items():
             if key not in _ANNOTATIONS and (item is not None or key == "const"):
@@ -107,7 +107,7 @@ class Schemas:
 
 
 def answer_schema(about: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
-    """Returns the JSON schema of an answer in the format `about`, which has a `type` and a `schema`; None for text. Raises `Refused`."""
+    """Returns the JSON schema of an answer in the format `about` (its `type` and `schema`); None for text. Raises `RequestError`."""
     if about.get("type") == "json_schema":
         return Schemas().rebuilt(about.get("schema"), f"{where}.schema")
     checks.one_of("text", "json_object")(about.get("type"), f"{where}.type")
@@ -117,7 +117,7 @@ def answer_schema(about: Mapping[str, Any], where: str) -> Mapping[str, Any] | N
 def _among(values: Sequence[Any], known: Sequence[str], where: str) -> list[str]:
     for item in values:
         if not isinstance(item, str) or item not in known:
-            raise Refused("unsupported", f"{where}: must be one of {', '.join(known)}.", param=where)
+            raise RequestError("unsupported", f"{where}: must be one of {', '.join(known)}.", param=where)
     return list(values)
 
 

@@ -100,14 +100,18 @@ def test_marks_that_a_model_spells_in_its_arguments_are_text(name: str, said: li
 def test_the_form_of_calls_is_read_off_the_template() -> None:
     found = {name: chat_of(tokenizer).tool_format for name, tokenizer in TOKENIZERS.items()}
     assert found == {name: "mistral" if name.startswith("mistral") else name for name in TOKENIZERS}
-    assert chat_of(TOKENIZERS["hermes"]).told == "tool calls: hermes (detected from the chat template)"
-    assert "no form for calls" in ChatFormat(made(read_template("chatml", Path()))).told
+    assert chat_of(TOKENIZERS["hermes"]).form_summary == "tool calls: hermes (detected from the chat template)"
+    assert "no form for calls" in ChatFormat(made(read_template("chatml", Path()))).form_summary
 
 
 @pytest.mark.parametrize(
     ("named", "call", "reason"),
     [
-        (None, "<call>" + CALL + "</call>", r"writes tool calls in an unknown form.*<call>.*\n  fix: known are hermes, qwen3_coder, .*pythonic"),
+        (
+            None,
+            "<call>" + CALL + "</call>",
+            r"writes tool calls in an unknown form.*<call>.*\n  fix: known are hermes, qwen3_coder, .*pythonic",
+        ),
         ("hermes", PYTHONIC, r"policy\.tool_format=hermes does not read the calls that the chat template writes: .*try_this\(code="),
         ("hermse", PYTHONIC, r"policy\.tool_format=hermse: unknown form of tool calls\n  fix: use one of hermes, "),
     ],
@@ -136,7 +140,7 @@ def test_a_template_that_rewrites_is_refused_unless_restarts_are_asked_for(templ
     with pytest.raises(UserError, match=f"cannot be extended exactly: {reason}\n.*policy.rewritten_context=restart"):
         ChatFormat(made(template))
     chat = ChatFormat(made(template), rewritten="restart")
-    assert chat.rewrites == reason and not chat.exact
+    assert chat.rewrite_reason == reason and not chat.exact
     with pytest.raises(RuntimeError, match="cannot be extended by deltas"):
         chat.tool_delta(["1"])
 

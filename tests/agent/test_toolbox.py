@@ -260,7 +260,7 @@ async def test_a_state_that_cannot_be_kept_stops_no_episode(tokenizer: Any, task
     mine = replace(mine, limits=replace(mine.limits, tool_timeout_s=0.1))
     episode = await make_runner(ScriptedPolicy.saying(tokenizer, saying("use"), "done")).run(mine, episode_id="e", on_turn=keep)
     assert keep.states[2] is None and (episode.trajectories[0].stop_reason, episode.failures) == ("answered", ())
-    assert "the state of Broken: KeyError: 'state'" in caplog.text and "closing Broken: Overdue" in caplog.text
+    assert "the state of Broken: KeyError: 'state'" in caplog.text and "closing Broken: CallTimeout" in caplog.text
 
 
 @dataclass

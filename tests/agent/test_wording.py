@@ -37,10 +37,12 @@ def test_words_stand_in_the_schema_and_nowhere_else() -> None:
     assert tools["submit"] is BUILT_IN["submit"] and BUILT_IN["python"].schema["function"]["description"] == before
     both = load_tools(("python",), None, RunTools(servers={}, bounds={"python": Bounds(calls=2)}, words={"python": OTHER}))["python"]
     assert both.bounds.calls == 2 and both.schema["function"]["description"] == "Compute."  # type: ignore[attr-defined]
-    assert worded(BUILT_IN["python"].schema, Words(arguments={"code": "c"}))["function"]["description"] == before
-    assert worded(BUILT_IN["python"].schema, Words(arguments={"code": ""})) == BUILT_IN["python"].schema, "an empty text changes nothing"
+    assert reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"code": "c"}))["function"]["description"] == before
+    assert reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"code": ""})) == BUILT_IN["python"].schema, (
+        "an empty text changes nothing"
+    )
     with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool has no such argument"):
-        worded(BUILT_IN["python"].schema, Words(arguments={"cod": "c"}))
+        reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"cod": "c"}))
 
 
 def test_instructions_take_the_place_of_system_messages() -> None:

@@ -19,7 +19,7 @@ FORMS: Mapping[str, CallForm] = {
 }
 
 
-def named(name: str) -> CallForm:
+def call_form(name: str) -> CallForm:
     """Returns the form of a name. Raises `UserError`."""
     if name not in FORMS:
         raise UserError(f"policy.tool_format={name}: unknown form of tool calls", fix=f"use one of {', '.join(FORMS)}")

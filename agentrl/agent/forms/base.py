@@ -18,7 +18,7 @@ _PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The content of a turn: valid calls, errors of the other calls (worded for the model), and the text outside of calls."""
+    """The content of a turn: valid calls, errors of the other calls (reworded_schema for the model), and the text outside of calls."""
 
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
@@ -73,10 +73,10 @@ class Collected:
         """Adds the call that `make` returns, or the error that it raises."""
         try:
             self.add(make() if self.tried < MAX_CALLS else None, call_id=call_id)
-        except Refused as error:
+        except CallError as error:
             self.add(error)
 
-    def add(self, call: ToolCall | Refused | None, *, call_id: str = "") -> None:
+    def add(self, call: ToolCall | CallError | None, *, call_id: str = "") -> None:
         """Adds a call or its error. None counts a call after the first `MAX_CALLS`."""
         self.tried += 1
         if isinstance(call, ToolCall):
@@ -107,7 +107,7 @@ def value_of(text: str, allowed: Allowed) -> Any:
     """Returns the value of an argument that is written without quotes.
 
     It is a string if the schema accepts that or the text is not JSON; otherwise it is the JSON value. Without a schema, JSON is parsed,
-    except for a JSON string, whose quotes are part of the value. Raises `Refused` for JSON out of bounds.
+    except for a JSON string, whose quotes are part of the value. Raises `CallError` for JSON out of bounds.
     """
     kinds = allowed.kinds
     if kinds == {"string"}:

@@ -25,14 +25,14 @@ def _reader(scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Callable
 def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Reading:
     content, opened, _ = text.partition(CALLS[0])
     collected = Collected()
-    call: ToolCall | Refused | None
+    call: ToolCall | CallError | None
     if not opened:
         return collected.reading(content)
     at = skip_space(text, len(content) + len(opened))
     while text.startswith(CALL[0], at):
         body = at + len(CALL[0])
         if collected.tried < MAX_CALLS:
-            call, end = call_at(text, body, CALL[1], scan, lambda parsed: made_call(*parsed))
+            call, end = call_at(text, body, CALL[1], scan, lambda parsed: build_call(*parsed))
         else:
             call, end = None, after(text, CALL[1], body)
         if end < 0:

@@ -43,7 +43,7 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
             break
         try:
             channel, recipient = _parse_header(text[at:start], first=at == 0)
-        except Refused as error:
+        except CallError as error:
             collected.errors.append(str(error))
             break
         body = start + len(MESSAGE)
@@ -56,24 +56,24 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 
 
 def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
-    """The channel and recipient of a message. Raises `Refused` if it is not the assistant's: the model must not write tool results."""
+    """The channel and recipient of a message. Raises `CallError` if it is not the assistant's: the model must not write tool results."""
     if len(header) > _MOST_HEADER:
         raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
     started = header.strip().startswith(START)
     if not started and not first:
-        raise Refused("the end of a message must be followed by <|start|>assistant or the end of the turn")
+        raise CallError("the end of a message must be followed by <|start|>assistant or the end of the turn")
     match = _HEADER.fullmatch(header.strip().removeprefix(START))
     if match is None:
-        raise Refused(f"the header of a message is invalid: {ascii(header)[:120]}")
+        raise CallError(f"the header of a message is invalid: {ascii(header)[:120]}")
     if match["role"] != ("assistant" if started else ""):
-        raise Refused(f"a turn may contain messages of the assistant only, not of {match['role'][:40] or 'no role'}")
+        raise CallError(f"a turn may contain messages of the assistant only, not of {match['role'][:40] or 'no role'}")
     if match["early"] and match["late"]:
-        raise Refused("a message must have one recipient")
+        raise CallError("a message must have one recipient")
     recipient = match["early"] or match["late"] or ""
     if match["channel"] not in (None, "analysis", "commentary", "final"):
-        raise Refused(f"the channel must be analysis, commentary or final, not {match['channel'][:40]}")
+        raise CallError(f"the channel must be analysis, commentary or final, not {match['channel'][:40]}")
     if recipient and match["kind"] not in ("", "json"):
-        raise Refused(f"the arguments of a call must be json, not {match['kind'][:40]}")
+        raise CallError(f"the arguments of a call must be json, not {match['kind'][:40]}")
     return match["channel"] or "", recipient
 
 
@@ -86,8 +86,8 @@ def _take(text: str, at: int, recipient: str, collected: Collected) -> int:
         arguments, end = scan_json(text, at)
         end = skip_space(text, end)
         if end < len(text) and not _CLOSE.match(text, end):
-            raise Refused(f"unexpected text after the arguments of a call: {text[end : end + 40]!a}", at=end)
-    except Refused as error:
+            raise CallError(f"unexpected text after the arguments of a call: {text[end : end + 40]!a}", at=end)
+    except CallError as error:
         collected.add(error)
         return max(at, error.at)
     collected.build(lambda: _call(recipient, arguments))
@@ -97,8 +97,8 @@ def _take(text: str, at: int, recipient: str, collected: Collected) -> int:
 def _call(recipient: str, arguments: Any) -> ToolCall:
     name = _NAME.fullmatch(recipient)
     if name is None:
-        raise Refused(f"the recipient of a call must be functions.NAME, not {ascii(recipient)[:80]}")
-    return made_call(name[1], arguments)
+        raise CallError(f"the recipient of a call must be functions.NAME, not {ascii(recipient)[:80]}")
+    return build_call(name[1], arguments)
 
 
 HARMONY = CallForm(

@@ -37,9 +37,9 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
         end = at
         try:
             data, end = scan_json(body, at)
-        except Refused as error:
+        except CallError as error:
             collected.add(error)
-            if isinstance(error, NotJson) or error.at <= at:  # the end of the call is unknown
+            if isinstance(error, InvalidJson) or error.at <= at:  # the end of the call is unknown
                 return collected.reading()
             end = error.at
         else:

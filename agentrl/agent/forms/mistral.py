@@ -42,8 +42,8 @@ def _each_named(text: str, at: int, collected: Collected) -> None:
             arguments, at = scan_json(text, at)
             at = skip_space(text, at)
             if at < len(text) and not text.startswith(CALLS, at):
-                raise Refused(f"unexpected text after the arguments of a tool call: {text[at : at + 40]!a}", at=at)
-        except Refused as error:
+                raise CallError(f"unexpected text after the arguments of a tool call: {text[at : at + 40]!a}", at=at)
+        except CallError as error:
             collected.add(error)
             at = after(text, CALLS, max(at, error.at))
         else:
@@ -63,7 +63,7 @@ def _listed(text: str, collected: Collected) -> str:
     """Reads the calls of a JSON list at the start of a text. Returns the text after the list."""
     try:
         items, end = scan_json(text, 0)
-    except Refused as error:
+    except CallError as error:
         collected.errors.append(str(error))
         return ""
     if not items:
@@ -78,7 +78,7 @@ def _listed(text: str, collected: Collected) -> str:
 
 def _listed_call(call_id: str, item: Any) -> ToolCall:
     _check_id(call_id)
-    return call_of(item)
+    return call_from_object(item)
 
 
 def _parse_head(text: str, at: int) -> tuple[str, str, int]:
@@ -86,21 +86,21 @@ def _parse_head(text: str, at: int) -> tuple[str, str, int]:
     end = text.find(ARGS, at, at + _MOST_HEAD)
     head = text[at : max(at, end)]
     if end < 0 or CALLS in head:
-        raise Refused(f"{NOT_CLOSED}: [TOOL_CALLS] must be followed by a tool's name, [ARGS] and a JSON object")
+        raise CallError(f"{NOT_CLOSED}: [TOOL_CALLS] must be followed by a tool's name, [ARGS] and a JSON object")
     name, _, call_id = head.partition(CALL_ID)
     return name.strip(), call_id.strip(), end + len(ARGS)
 
 
 def _named_call(name: str, call_id: str, arguments: Any) -> ToolCall:
     if not name:
-        raise Refused("tool call has no name between [TOOL_CALLS] and [ARGS]")
+        raise CallError("tool call has no name between [TOOL_CALLS] and [ARGS]")
     _check_id(call_id)
-    return made_call(name, arguments)
+    return build_call(name, arguments)
 
 
 def _check_id(call_id: str) -> None:
     if call_id and not ID.fullmatch(call_id):
-        raise Refused("tool call has an id that is not 9 letters or digits")
+        raise CallError("tool call has an id that is not 9 letters or digits")
 
 
 MISTRAL = CallForm(

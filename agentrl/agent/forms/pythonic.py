@@ -42,11 +42,11 @@ def read_pythonic(text: str, schemas: Schemas) -> Reading:
         while not collected.tried or reader.take(","):
             if collected.tried and reader.next() == "]":
                 break
-            collected.build(partial(made_call, *reader.call()))
+            collected.build(partial(build_call, *reader.call()))
             if collected.tried > MAX_CALLS:
                 return collected.reading()
         reader.expect("]")
-    except Refused as error:
+    except CallError as error:
         collected.errors.append(str(error))
         return collected.reading()
     return collected.reading(body[reader.at :])
@@ -74,8 +74,8 @@ class _Reader:
         if not self.take(character):
             raise self.error(f"{character!r} is missing")
 
-    def error(self, problem: str) -> Refused:
-        return Refused(f"tool calls are invalid: {problem} at character {self.at}: {self.text[self.at : self.at + 30]!a}")
+    def error(self, problem: str) -> CallError:
+        return CallError(f"tool calls are invalid: {problem} at character {self.at}: {self.text[self.at : self.at + 30]!a}")
 
     def call(self) -> tuple[str, dict[str, Any]]:
         self.next()
@@ -159,7 +159,7 @@ def _plain(escape: re.Match[str]) -> str:
     code = escape[1] or escape[2] or escape[3]
     if code is not None:
         if int(code, 16) > 0x10FFFF:
-            raise Refused(f"tool call holds {escape[0]}, which is not a character")
+            raise CallError(f"tool call holds {escape[0]}, which is not a character")
         return chr(int(code, 16))
     return _ESCAPED.get(escape[4], escape[4] if escape[4] in "\\'\"" else escape[0])
 

@@ -39,7 +39,7 @@ def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     after_name = _GLM_NAME.search(text, at)
     name = text[at : after_name.start()].strip() if after_name else ""
     if after_name is None or not name or "<" in name or "\n" in name:
-        raise Refused("tool call must start with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+        raise CallError("tool call must start with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
     start, at, parameters = at, after_name.start(), declared(schemas, name)
     arguments: list[tuple[str, str, Allowed]] = []
     while text.startswith("<arg_key>", at):
@@ -92,7 +92,7 @@ def _value(
             start = max(at, error.at)
     end_tag = closing.search(text, start)
     if end_tag is None:
-        raise NotClosed(f"{NOT_CLOSED}: {opening} is opened but not closed", at=len(text))
+        raise UnclosedCall(f"{NOT_CLOSED}: {opening} is opened but not closed", at=len(text))
     if swallowed := following.search(text, start, end_tag.start()):
         raise CallError(f"tool call opens {opening} and does not close it before {ascii(swallowed[0])[1:81]}", at=end_tag.end())
     return text[at : end_tag.start()], end_tag.end()
@@ -113,8 +113,8 @@ def _named(text: str, at: int, opening: str) -> tuple[str, int]:
     return name, end + 1
 
 
-def _wrong(text: str, at: int, wanted: str) -> Refused:
-    return Refused(f"tool call must have {wanted} instead of {text[at : at + 40]!a}", at=at)
+def _wrong(text: str, at: int, wanted: str) -> CallError:
+    return CallError(f"tool call must have {wanted} instead of {text[at : at + 40]!a}", at=at)
 
 
 def _space(text: str, at: int) -> int:

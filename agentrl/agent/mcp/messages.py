@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.agent.inside.line import parse_object
+from agentrl.agent.inside.stdio import parse_object
 from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.fields import text as encodable
-from agentrl.usercode import printable
+from agentrl.base.user_code import printable
+from agentrl.records.fields import text as encodable
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
@@ -18,11 +18,11 @@ _INTERNAL = (-32603, -32000, -32001)  # JSON-RPC's internal error; "connection c
 _CLIENT = {"name": "agentrl", "version": "1"}
 
 
-class Wrong(Exception):
+class InvalidMessage(Exception):
     """A message of a server is invalid. The text is printable and short."""
 
 
-class Refused(Exception):
+class ServerError(Exception):
     """The server answered with an error. `internal`: its code reports a fault of the server."""
 
     def __init__(self, text: str, *, internal: bool = False) -> None:
@@ -46,20 +46,20 @@ def opened() -> str:
 
 
 def result(line: bytes) -> dict[str, Any]:
-    """Returns the result of an answer. Raises `Refused` for an error of the server, `Wrong` for an invalid answer."""
+    """Returns the result of an answer. Raises `ServerError` for an error of the server, `InvalidMessage` for an invalid answer."""
     answer = parse_object(line)
     if isinstance(answer.get("result"), dict):
         return dict(answer["result"])
     if isinstance(error := answer.get("error"), dict):
-        raise Refused(clean(error.get("message"), 500) or "an error without a message", internal=error.get("code") in _INTERNAL)
-    raise Wrong("an answer with neither a result nor an error")
+        raise ServerError(clean(error.get("message"), 500) or "an error without a message", internal=error.get("code") in _INTERNAL)
+    raise InvalidMessage("an answer with neither a result nor an error")
 
 
 def revision(answer: Mapping[str, Any]) -> str:
-    """Returns the protocol revision that a server chose. Raises `Wrong` if it is not supported, or the server has no tools."""
+    """Returns the protocol revision that a server chose. Raises `InvalidMessage` if it is not supported, or the server has no tools."""
     chosen = answer.get("protocolVersion")
     if chosen not in REVISIONS:
-        raise Wrong(f"it requires revision {clean(chosen, 40)!r} of the protocol; supported: {', '.join(REVISIONS)}")
+        raise InvalidMessage(f"it requires revision {clean(chosen, 40)!r} of the protocol; supported: {', '.join(REVISIONS)}")
     capabilities = answer.get("capabilities")
     if not isinstance(capabilities, dict) or "tools" not in capabilities:
         raise InvalidMessage("it offers no tools")
@@ -70,7 +70,7 @@ def outcome(answer: Mapping[str, Any], limit: int) -> ToolOutcome:
     """Returns the result of a `tools/call` as text. Other content is described by type and size; structured content is shown as JSON."""
     content, structured = answer.get("content", []), answer.get("structuredContent")
     if not isinstance(content, list):
-        raise Wrong("a result whose content is not a list")
+        raise InvalidMessage("a result whose content is not a list")
     parts = [_piece(item, limit) for item in content[:MAX_ITEMS]]
     if len(content) > MAX_ITEMS:
         parts.append(f"... and {len(content) - MAX_ITEMS} more content items")

@@ -33,7 +33,7 @@ from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
 
-PREFIX = "mcp:"
+MCP_PREFIX = "mcp:"
 MAX_FAILURES = 3
 """Failures of one server in one episode, after which it is not restarted."""
 
@@ -45,16 +45,18 @@ class Server:
     name: str
     config: MCPConfig
     root: Path  # of the project, the working directory of programs on this machine
-    offers: tuple[Offer, ...] | None = None  # its tools at the start of the run; None before that
+    offers: tuple[ListedTool, ...] | None = None  # its tools at the start of the run; None before that
     excluded: Mapping[str, str] = field(default_factory=dict)  # unusable tools, with the reason for each
-    live: Answers | None = field(default=None, compare=False, repr=False)  # liveness of a server outside the sandbox, for all episodes
+    live: AnswerLiveness | None = field(
+        default=None, compare=False, repr=False
+    )  # liveness of a server outside the sandbox, for all episodes
 
     @property
     def in_sandbox(self) -> bool:
         """Whether the server runs in the episode's sandbox."""
         return bool(self.config.command)
 
-    def place(self) -> Place:
+    def transport(self) -> Transport:
         """Returns a new transport to the server."""
         if self.config.url:
             return HTTPTransport(self.config.url, key_env=self.config.key_env)
@@ -75,13 +77,13 @@ class Server:
                 raise UserError(f"tools.mcp.{self.name}.{key}: {error.message}", fix=error.fix) from None
 
 
-class Connection:
+class ServerConnection:
     """One episode's connection to a server: opened by the first call, closed with the episode."""
 
     def __init__(self, server: Server, *, restored: bool = False) -> None:
         self.server = server
         self.used = restored
-        self._place = server.transport()
+        self._transport = server.transport()
         self._open = False
         self._number = 0
         self._failures = 0
@@ -94,19 +96,19 @@ class Connection:
 
     async def close(self, *, timeout_s: float) -> None:
         """Closes the connection. Logs errors."""
-        what, since = f"closing MCP server {self.server.name}", usercode.cancellations()
+        what, since = f"closing MCP server {self.server.name}", user_code.cancellation_count()
         self._open = False
         try:
-            await user_code.call_user_code(self._place.close, what=what, timeout_s=timeout_s)
+            await user_code.call_user_code(self._transport.close, what=what, timeout_s=timeout_s)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
             user_code.log_unexpected(what, error)
 
-    async def call(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+    async def call(self, offer: ListedTool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Calls one of the server's tools.
 
         Raises:
-            Fault: the server failed.
+            ToolFault: the server failed.
             InfrastructureError: a server outside is not available at the first call of this episode.
         """
         if self.server.config.together:
@@ -125,7 +127,7 @@ class Connection:
     async def _ready(self, sandbox: Sandbox | None) -> str:
         """Starts the server if necessary and checks that its tools are unchanged. Returns a note for the agent."""
         if self._given_up:
-            raise Fault("mcp_given_up", f"{self._given_up}; the server {self.server.name} is not used again in this episode")
+            raise ToolFault("mcp_given_up", f"{self._given_up}; the server {self.server.name} is not used again in this episode")
         if self._open:
             return ""
         before, outside = self.used, not self.server.in_sandbox
@@ -135,7 +137,7 @@ class Connection:
             if outside and not before:
                 raise InfrastructureError(f"MCP server {self.server.name}: {error}") from None
             raise self._fault(error) from None
-        if difference := changed(self.server.offers or (), listed):
+        if difference := tool_difference(self.server.offers or (), listed):
             text = f"its tools have changed since the run started: {difference}"
             if outside and not before:
                 raise InfrastructureError(f"MCP server {self.server.name}: {text}")
@@ -144,11 +146,11 @@ class Connection:
         self._open = True
         return f"note: the server {self.server.name} was restarted; its state is lost\n" if before else ""
 
-    async def listed(self, sandbox: Sandbox | None) -> list[Any]:
-        """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `Wrong`, `Refused`."""
+    async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
+        """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `InvalidMessage`, `ServerError`."""
         until = time.monotonic() + self.server.config.start_timeout_s
         self._number = 1
-        answer = await self._place.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
+        answer = await self._transport.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
         messages.revision(messages.result(answer))
         first: list[str] = [messages.opened()]
         listed: list[Any] = []
@@ -157,10 +159,10 @@ class Connection:
             self._number += 1
             requests = [*first, messages.request(self._number, "tools/list", cursor)]
             left = max(0.1, until - time.monotonic())
-            page = messages.result(await self._place.ask(requests, self._number, begin=False, sandbox=sandbox, timeout_s=left))
+            page = messages.result(await self._transport.request(requests, self._number, begin=False, sandbox=sandbox, timeout_s=left))
             tools, after = page.get("tools"), page.get("nextCursor")
             if not isinstance(tools, list):
-                raise Wrong("a list of tools that is not a list")
+                raise InvalidMessage("a list of tools that is not a list")
             listed += tools
             if len(listed) > 16 * MAX_TOOLS:
                 raise InvalidMessage(f"more than {16 * MAX_TOOLS} tools")
@@ -183,7 +185,7 @@ class Connection:
             if not self.server.in_sandbox and (error.internal or outage_phrase(str(error), arguments)):
                 raise self._out(str(error)) from None
             return ToolOutcome(output=f"{note}error: {offer.name}: {error}", ok=False)
-        except (Unanswered, Wrong) as error:
+        except (Unanswered, InvalidMessage) as error:
             retry = not first and not note and not self.server.config.together
             if isinstance(error, Unanswered) and error.ending == "gone" and retry:
                 raise _Gone from None
@@ -194,18 +196,18 @@ class Connection:
 
     async def _requested(self, message: str, number: int, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         if (live := self.server.live) is None:
-            return await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            return await self._transport.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
         with live.question():
             started = time.monotonic()
-            line = await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            line = await self._transport.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
             live.answered(time.monotonic() - started)
             return line
 
-    def _out(self, text: str) -> Fault:
+    def _out(self, text: str) -> ToolFault:
         """The fault for an outage that a server outside reports. The connection stays open."""
-        return Fault(OUTAGE, text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
+        return ToolFault(OUTAGE, text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
 
-    def _fault(self, error: Exception) -> Fault:
+    def _fault(self, error: Exception) -> ToolFault:
         """The fault for a failure. The next call restarts the server, up to `MAX_FAILURES`."""
         self._open = False
         self.used = True
@@ -216,7 +218,7 @@ class Connection:
         restart = "" if self._given_up else "; the next call restarts it"
         text, ending = f"the server {self.server.name} failed: {error}", getattr(error, "ending", "")
         outside = not self.server.in_sandbox and ending != "flood"
-        return Fault(kind, f"{text}{restart}", outage=Outage(text=text, late=ending == "late") if outside else None)
+        return ToolFault(kind, f"{text}{restart}", outage=Outage(text=text, late=ending == "late") if outside else None)
 
 
 class _Gone(Exception):
@@ -232,7 +234,7 @@ class ServerTool:
         config = connection.server.config
         self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
         self.together = config.together
-        self.opening_s = config.start_timeout_s + usercode.GRACE_S  # additional time of a call that starts the server
+        self.opening_s = config.start_timeout_s + user_code.GRACE_S  # additional time of a call that starts the server
         self._offer = offer
         self._connection = connection
 
@@ -257,9 +259,9 @@ NO_TOOLS = RunTools(servers={}, bounds={})
 
 def named(run: ToolSource, name: str) -> tuple[Server, str]:
     """Returns the server and the tool (empty: all) of a name `mcp:SERVER` or `mcp:SERVER/TOOL`. Raises `TaskError`."""
-    server, _, tool = name.removeprefix(PREFIX).partition("/")
+    server, _, tool = name.removeprefix(MCP_PREFIX).partition("/")
     if server not in run.servers:
-        known = ", ".join(f"{PREFIX}{other}" for other in run.servers) or "none"
+        known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
         raise TaskError(
             f"the tool {name!r} belongs to an MCP server that the recipe does not have",
             fix=f"declare it in the recipe, as tools.mcp.{server}; declared: {known}",
@@ -267,7 +269,7 @@ def named(run: ToolSource, name: str) -> tuple[Server, str]:
     return run.servers[server], tool
 
 
-def offered(server: Server, name: str) -> Sequence[Offer]:
+def offered(server: Server, name: str) -> Sequence[ListedTool]:
     """Returns the tools of a server, or the tool of that name; none before the run starts. Raises `TaskError`."""
     if server.offers is None:
         return ()

@@ -26,7 +26,7 @@ _DATA = ("const", "enum", "default", "examples")  # their values are not schemas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ListedTool:
     """One tool of a server, as the agent sees it."""
 
     name: str
@@ -43,41 +43,41 @@ class Offer:
         """The parameters without annotations, which may depend on the machine that the server runs on."""
         return json.dumps(_edited(self.parameters, lambda schema: _without(schema, _ANNOTATIONS)), sort_keys=True)
 
-    def rewritten(self, words: Callable[[str], str]) -> Offer:
+    def rewritten(self, words: Callable[[str], str]) -> ListedTool:
         """Returns the tool with `words` applied to every text in it except names."""
-        return Offer(name=self.name, description=words(self.description), parameters=_mapped(self.parameters, words))
+        return ListedTool(name=self.name, description=words(self.description), parameters=_mapped(self.parameters, words))
 
     def to_data(self) -> dict[str, Any]:
         """Returns the tool as JSON data."""
         return {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
 
 
-def offer(given: Any) -> Offer:
-    """Returns the tool of one entry of a `tools/list`. Raises `Wrong` if no agent can use it, or it is too large."""
+def parse_tool(given: Any) -> ListedTool:
+    """Returns the tool of one entry of a `tools/list`. Raises `InvalidMessage` if no agent can use it, or it is too large."""
     name = given.get("name") if isinstance(given, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise Wrong(f"a tool named {clean(name, 80)!r}: a name must have 1 to 64 letters, digits, _ and -")
+        raise InvalidMessage(f"a tool named {clean(name, 80)!r}: a name must have 1 to 64 letters, digits, _ and -")
     parameters = given.get("inputSchema", given.get("parameters"))
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise InvalidMessage(f"the tool {name} without a schema of type object")
     properties: Any = parameters.get("properties") or {}
     required: Any = parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise Wrong(f"the tool {name} with properties that are not an object, or required that is not a list")
+        raise InvalidMessage(f"the tool {name} with properties that are not an object, or required that is not a list")
     schema: dict[str, Any] = _checked(_edited(parameters, _reduced), name, MAX_DEPTH)
     schema |= {"type": "object", "properties": schema.get("properties") or {}}
     schema = {key: item for key, item in schema.items() if key != "$schema" and item is not None}
     if missing := [word for word in required if not isinstance(word, str) or word not in properties]:
-        raise Wrong(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
+        raise InvalidMessage(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
     if (size := len(json.dumps(schema, ensure_ascii=False))) > MAX_SCHEMA:
-        raise Wrong(f"the tool {name} with a schema of {size} characters; the maximum is {MAX_SCHEMA}")
-    return Offer(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=schema)
+        raise InvalidMessage(f"the tool {name} with a schema of {size} characters; the maximum is {MAX_SCHEMA}")
+    return ListedTool(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=schema)
 
 
-def offers(listed: Sequence[Any], only: Sequence[str]) -> tuple[Offer, ...]:
-    """Returns the tools of a server that the agent gets: those in `only`, or all that are not `excluded`.
+def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool, ...]:
+    """Returns the tools of a server that the agent gets: those in `only`, or all that are not `excluded_tools`.
 
-    Raises `Wrong` if one in `only` is unusable, or all are.
+    Raises `InvalidMessage` if one in `only` is unusable, or all are.
     """
     names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in listed]
     if missing := [name for name in only if name not in names]:
@@ -88,11 +88,11 @@ def offers(listed: Sequence[Any], only: Sequence[str]) -> tuple[Offer, ...]:
     if not usable:
         raise InvalidMessage("no tools")
     if len(usable) > MAX_TOOLS:
-        raise Wrong(f"{len(usable)} tools, at most {MAX_TOOLS} are allowed: list those to offer in `only`")
+        raise InvalidMessage(f"{len(usable)} tools, at most {MAX_TOOLS} are allowed: list those to offer in `only`")
     return tuple(usable.values())
 
 
-def excluded(listed: Sequence[Any]) -> dict[str, str]:
+def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
     """Returns the reason for each tool of a server that is unusable. An entry without a usable name gets its number as name."""
     return _sorted(listed)[1]
 
@@ -113,7 +113,7 @@ def _sorted(listed: Sequence[Any]) -> tuple[dict[str, ListedTool], dict[str, str
     return {name: tool for name, tool in usable.items() if name not in reasons}, reasons
 
 
-def changed(pinned: Sequence[Offer], listed: Sequence[Any]) -> str:
+def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
     """Returns the first difference from the pinned tools; empty if there is none. Added tools do not count."""
     for tool in pinned:
         entries = [entry for entry in listed if isinstance(entry, Mapping) and entry.get("name") == tool.name]
@@ -160,13 +160,13 @@ def _checked(value: Any, name: str, levels: int) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not _is_key(key):
-                raise Wrong(f"the tool {name} with the key {clean(str(key), _MAX_KEY)!r} in its schema")
+                raise InvalidMessage(f"the tool {name} with the key {clean(str(key), _MAX_KEY)!r} in its schema")
         return {key: _checked(item, name, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_checked(item, name, levels - 1) for item in value]
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise Wrong(f"the tool {name} with a schema that is not JSON")
+    raise InvalidMessage(f"the tool {name} with a schema that is not JSON")
 
 
 def _is_key(key: Any) -> bool:

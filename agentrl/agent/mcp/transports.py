@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.agent.inside import stdio as inside_line
+from agentrl.agent.inside import stdio
 from agentrl.agent.mcp.messages import REVISIONS, ServerError, clean
 from agentrl.base import secrets, user_code
 from agentrl.base.processes import kill_marked
@@ -55,15 +55,15 @@ class Unanswered(Exception):
         self.ending = ending
 
 
-class Place(Protocol):
+class Transport(Protocol):
     """A connection to one server, which the first request starts."""
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         """Sends messages and returns the line that answers request `until`. `begin` restarts the server.
 
         Raises:
             Unanswered: there is no valid answer.
-            Refused: the transport rejected the request.
+            ServerError: the transport rejected the request.
         """
 
     async def close(self) -> None:
@@ -71,14 +71,14 @@ class Place(Protocol):
 
 
 @dataclass(slots=True)
-class InSandbox:
+class SandboxTransport:
     """A program in a session of the episode's sandbox. The agent can kill, read and replace it, so its output is the agent's."""
 
     name: str
     argv: tuple[str, ...]
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """See `Place.ask`."""
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Transport.request`."""
         assert sandbox is not None, "needs_sandbox is True"
         call = (self.name, list(self.argv), begin, list(messages), until, timeout_s, MAX_BYTES)
         missing = f"exec({_source()!r}, globals())" if begin else 'print(\'{"outcome": "gone"}\')\n    call = None'
@@ -86,7 +86,7 @@ class InSandbox:
         try:
             result = await sandbox.python(code, timeout_s=timeout_s + _SLACK_S, output_bytes=4 * MAX_BYTES, session=SESSION)
         except ValueError as error:  # the sandbox has no session left
-            raise Unanswered("unstartable", usercode.text_of(error, 200)) from None
+            raise Unanswered("unstartable", user_code.error_text(error, 200)) from None
         if result.exit_code is None:
             raise Unanswered("ended", "its session in the sandbox was ended")
         head, _, rest = result.stdout.partition("\n")
@@ -103,30 +103,30 @@ class InSandbox:
         """Does nothing: the program ends with its sandbox."""
 
 
-class OnHost:
+class StdioTransport:
     """A program on this machine, one per episode, with the rights of the run but without the secrets in its environment."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         self._mark = os.urandom(16).hex()
         self._argv, self._env, self._cwd = tuple(argv), {**kept, **env, _MARK: self._mark}, str(cwd)
-        self._program: inside_line.StdioProgram | None = None
+        self._program: stdio.StdioProgram | None = None
         self._started = False
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """See `Place.ask`."""
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Transport.request`."""
         if begin:
             await self.close()
             self._started = True
             try:
-                self._program = inside_line.StdioProgram(self._argv, self._env, self._cwd)
+                self._program = stdio.StdioProgram(self._argv, self._env, self._cwd)
             except (OSError, ValueError) as error:
-                raise Unanswered("unstartable", usercode.describe(error)) from None
+                raise Unanswered("unstartable", user_code.describe_error(error)) from None
         program = self._program
         if program is None:
             raise Unanswered("gone", "it has ended")
         try:
-            outcome, answer = await usercode.threaded(
+            outcome, answer = await user_code.run_in_thread(
                 lambda: program.request(messages, until, timeout_s, MAX_BYTES), what=f"MCP server {self._argv[0]}"
             )
         except (OSError, ValueError):  # closed by another call
@@ -147,10 +147,10 @@ class OnHost:
 
         if program is not None or self._started:
             self._started = False
-            await usercode.threaded(end, what="ending an MCP server")
+            await user_code.run_in_thread(end, what="ending an MCP server")
 
 
-class OverHTTP:
+class HTTPTransport:
     """A server at a URL, over the protocol's streamable HTTP transport, with one session per episode."""
 
     def __init__(self, url: str, *, key_env: str) -> None:
@@ -160,8 +160,8 @@ class OverHTTP:
         self._session = ""
         self._revision = ""  # of the protocol, once the server has chosen it
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """See `Place.ask`."""
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Transport.request`."""
         import httpx
 
         if begin:
@@ -205,7 +205,7 @@ class OverHTTP:
         return headers
 
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
-        """The message that answers request `until`. Answers requests of the server that arrive before it.
+        """The message that answers request `until`. AnswerLiveness requests of the server that arrive before it.
 
         Bytes and pieces are bounded, and other tasks may run between two pieces.
         """
@@ -223,19 +223,19 @@ class OverHTTP:
             if not is_stream:
                 body += piece
             for data in stream.feed(piece) if is_stream else ():
-                if inside_line.is_answer(data, until):
+                if stdio.is_answer(data, until):
                     return data
                 if not _is_json(data):
                     raise Unanswered("garbage", "an event of its answer is not JSON")
-                if (reply := inside_line.reply_to(data)) is not None and (requests := requests + 1) <= _MAX_SERVER_REQUESTS:
+                if (reply := stdio.reply_to(data)) is not None and (requests := requests + 1) <= _MAX_SERVER_REQUESTS:
                     await self._reply(client, reply)
             await asyncio.sleep(0)
-        if not is_stream and inside_line.is_answer(bytes(body), until):
+        if not is_stream and stdio.is_answer(bytes(body), until):
             return bytes(body)
         raise Unanswered("garbage", "its answer is missing or belongs to another request")
 
     async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
-        """Answers a request of the server, without a retry."""
+        """AnswerLiveness a request of the server, without a retry."""
         import httpx
 
         with contextlib.suppress(httpx.HTTPError):
@@ -253,12 +253,12 @@ class OverHTTP:
             await client.aclose()
 
 
-def _by_status(status: int, *, in_session: bool) -> Unanswered | Refused:
+def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
     """The error for an HTTP status of 400 or more. Few are the request's fault, because address and key come from the recipe."""
     text = f"it answered with status {status}"
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")
-    return Refused(text) if status in _REQUEST_ERRORS else Unanswered("ended", text)
+    return ServerError(text) if status in _REQUEST_ERRORS else Unanswered("ended", text)
 
 
 @cache
@@ -292,7 +292,7 @@ class Events:
 
 def _chosen_revision(answer: bytes) -> str:
     """The revision of the protocol in the answer to `initialize`; empty if it is not supported."""
-    result = inside_line.parse_object(answer).get("result")
+    result = stdio.parse_object(answer).get("result")
     revision = result.get("protocolVersion") if isinstance(result, dict) else None
     return revision if revision in REVISIONS else ""
 
@@ -316,10 +316,10 @@ def _unanswered(ending: str, exit_code: Any, stderr: Any, timeout_s: float) -> U
     text = texts.get(ending, "it has ended")
     if isinstance(exit_code, int) and ending in ("ended", "gone"):
         text += f" (exit code {exit_code})"
-    tail = secrets.redacted(clean(stderr, 2 * _STDERR_CHARS)).strip()[-_STDERR_CHARS:]
+    tail = secrets.redact(clean(stderr, 2 * _STDERR_CHARS)).strip()[-_STDERR_CHARS:]
     return Unanswered(ending, f"{text}: {tail}" if tail else text)
 
 
 @cache
 def _source() -> str:
-    return Path(inside_line.__file__).read_text(encoding="utf-8")
+    return Path(stdio.__file__).read_text(encoding="utf-8")
