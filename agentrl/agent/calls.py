@@ -121,7 +121,7 @@ def too_many(count: int) -> str:
 
 
 def parse_call(name: str, arguments: str) -> ToolCall | str:
-    """Returns a call from its name and the JSON text of its arguments, or its error, reworded_schema for the model."""
+    """Returns a call from its name and the JSON text of its arguments, or its error, worded for the model."""
     try:
         return build_call(name, read_json(arguments.strip() or "{}"))
     except CallError as error:

@@ -18,7 +18,7 @@ _PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The content of a turn: valid calls, errors of the other calls (reworded_schema for the model), and the text outside of calls."""
+    """The content of a turn: valid calls, errors of the other calls (worded for the model), and the text outside of calls."""
 
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
