@@ -1,6 +1,8 @@
 """The tool that starts sub-agents: its schema, its limits, and its result.
 
-A sub-agent is the same policy in its own trajectory, whose prompt is only its task. Its answer is the output of the call.
+A sub-agent is the same policy in its own trajectory, whose prompt is only its task. Its answer is the output of the call. Files of a
+sub-agent with its own sandbox may be copied to its caller, with the bounds of a task's outputs (`agentrl.task.outputs`). Refused files are
+listed for the caller and recorded as the policy's failure.
 """
 
 from __future__ import annotations
@@ -10,16 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.agent.tools import ToolOutcome, function_schema
+from agentrl.base.user_code import printable
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import TaskError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Message, Parent, Task, ToolCall
+from agentrl.records import Blame, Failure, Message, Parent, Task, ToolCall
+from agentrl.task.outputs import collect_outputs
 
 NAME = "delegate"
 WORKER = "worker"
 """`Trajectory.agent` of every sub-agent."""
 
 MAX_TASK_CHARS = 20_000
+FOLDER = "helper-{number}"
+"""The folder for a sub-agent's files. `number` is the index of its trajectory."""
+MAX_LISTED = 32
+"""Files that the caller sees by name."""
 
 _DESCRIPTION = "Give a task to a helper, who sees only this text and returns an answer. Helpers called together work concurrently."
 _COPIES = " Each works on a copy of your files as they are now; yours do not change."
@@ -94,3 +102,41 @@ def check_name(task: Task, tools: Mapping[str, object]) -> None:
     """Raises `TaskError` if a tool of the task is called `delegate`."""
     if NAME in tools:
         raise TaskError(f"task {task.id!r} has a tool called {NAME!r}, as has rollout.agent=delegating", fix="rename the task's tool")
+
+
+async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode, caller: LiveEpisode) -> str:
+    """Copies the files that match `patterns`. Returns the list for the caller; empty if there are none. Raises `SandboxError`.
+
+    Args:
+        number: the index of the sub-agent's trajectory.
+        worker: the sub-agent's view of the episode, with its own sandbox.
+        caller: the calling agent's view of the episode.
+    """
+    if not patterns or not worker.sandbox_opened or worker.sandbox_lost:
+        return ""
+    sandbox = await worker.sandbox()
+    with worker.running(sandbox):
+        collected = await collect_outputs(sandbox, patterns)
+    refused, copied = dict(collected.refused), []
+    if collected.files:
+        folder, sandbox = FOLDER.format(number=number), await caller.sandbox()
+        with caller.running(sandbox):
+            for path, data in collected.files.items():
+                try:
+                    await sandbox.write(f"{folder}/{path}", data)
+                except ValueError as error:  # there is no room, or another file has this path
+                    refused[path] = str(error)[:200]
+                else:
+                    copied.append(f"{folder}/{path}")
+    if refused:
+        message = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        failure = Failure(stage="collect", blame=Blame.POLICY, kind="returns_refused", message=message[:2000], turn=worker.turn_count)
+        caller.add_failure(failure)
+    more = f", and {len(copied) - MAX_LISTED} more" if len(copied) > MAX_LISTED else ""
+    lines = [f"files: {', '.join(map(_printable, copied[:MAX_LISTED]))}{more}"] if copied else []
+    lines += [f"not handed back: {_printable(path)}: {_printable(reason)}" for path, reason in list(refused.items())[:MAX_LISTED]]
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    return printable(text, 600).replace("\n", "\ufffd")

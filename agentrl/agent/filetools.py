@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.agent.tools import MAX_TEXT, Tool, ToolOutcome, render_result
+from agentrl.agent.tools import BUILT_IN, MAX_TEXT, Tool, ToolOutcome, render_result
 from agentrl.agent.typed import tool, typed_tool
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits
@@ -89,6 +89,8 @@ async def search(
 
 
 FILE_TOOLS: Mapping[str, Tool] = {function.__name__: typed_tool(function) for function in (view, create, replace, insert, search)}
+SHIPPED_TOOLS: Mapping[str, Tool] = {**BUILT_IN, **FILE_TOOLS}
+"""The tools that a task refers to by a plain name."""
 
 
 async def _run(operation: str, sandbox: Sandbox, limits: Limits, **arguments: Any) -> ToolOutcome:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentrl.agent.tools import Tool, ToolOutcome
-from agentrl.agent.typed import TypedTool, tool, typed_tool
-from agentrl.protocols import EpisodeMemory, Sandbox
-from agentrl.records import Limits
+from agentrl.agent.typed import tool, typed_tool
+from agentrl.protocols import EpisodeMemory
 
 NOTE, RECALL = "note", "recall"
 
@@ -43,25 +43,14 @@ SCHEMAS: tuple[Mapping[str, Any], ...] = tuple(method.schema for method in _METH
 """The schemas of the tools, which an agent has in addition to those of its task."""
 
 
-class MemoryTool:
-    """One of the tools in one episode."""
-
-    needs_sandbox = False
-
-    def __init__(self, method: TypedTool, notebook: Notebook) -> None:
-        self.name, self.schema = method.name, method.schema
-        self.bounds, self.together = method.bounds, method.together
-        self._method = method
-        self._notebook = notebook
-
-    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        return await self._method.call(getattr(self._notebook, self.name), arguments, sandbox, limits)
-
-
 def memory_tools(memory: EpisodeMemory) -> tuple[Tool, ...]:
     """Returns the tools of an episode that has a memory."""
     notebook = Notebook(memory)
-    return tuple(MemoryTool(method, notebook) for method in _METHODS)
+
+    async def owner() -> Notebook:
+        return notebook
+
+    return tuple(replace(method, owner=owner) for method in _METHODS)
 
 
 def _outcome(name: str, result: tuple[bool, str]) -> ToolOutcome:

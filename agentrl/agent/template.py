@@ -149,8 +149,6 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
 
     load = None
     if folder is not None:
-        from agentrl.agent.pretrained import auto_tokenizer
-
         load = auto_tokenizer().from_pretrained
     _bound(cpu_s, _LOAD_S if load is not None else 0)
     try:
@@ -218,3 +216,23 @@ def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]
         yield [user, answer] * count, None
     long = {"role": "user", "content": "a long text, \u00e9\n" * 2000}
     yield [long, called, {**tool, "content": long["content"]}], [TOOL] * 40
+
+
+def auto_tokenizer() -> Any:
+    """Returns transformers' `AutoTokenizer`.
+
+    Its import loads `GenerationMixin`, which imports compilers, scikit-learn and pandas: three of four seconds of CPU time. Only models
+    with custom code need that class, and none are loaded here, so an empty class replaces it during the import.
+    """
+    import transformers.generation
+
+    lazy: Any = transformers.generation
+    if "transformers.models.auto.auto_factory" in sys.modules or "GenerationMixin" in vars(lazy):
+        from transformers import AutoTokenizer
+    else:
+        lazy.GenerationMixin = type("GenerationMixin", (), {})
+        try:
+            from transformers import AutoTokenizer
+        finally:
+            del lazy.GenerationMixin
+    return AutoTokenizer

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import lru_cache
 from typing import Any, cast
 
-from pydantic import TypeAdapter
-
+from agentrl.agent.filetools import SHIPPED_TOOLS
 from agentrl.agent.mcp.servers import MCP_PREFIX, NO_TOOLS, ServerConnection, ServerTool, named, offered
 from agentrl.agent.memory import memory_tools
-from agentrl.agent.recorded import recorded_tools
-from agentrl.agent.shipped import SHIPPED_TOOLS
-from agentrl.agent.tools import NO_BOUNDS, Bounds, Tool, ToolOutcome, bounds_of, definition_problem, runs_together
-from agentrl.agent.typed import TaskData, TypedTool, is_tool, run, typed_tool
-from agentrl.agent.wording import ToolWording, reworded_schema
-from agentrl.base import user_code
+from agentrl.agent.tool_instances import ToolInstance, marked_functions, tool_methods
+from agentrl.agent.tools import (
+    NO_BOUNDS,
+    Bounds,
+    Tool,
+    ToolOutcome,
+    ToolWording,
+    bounds_of,
+    definition_problem,
+    reworded_schema,
+    runs_together,
+)
+from agentrl.agent.typed import TaskData, TypedTool, is_tool, typed_tool
 from agentrl.errors import PluginError, TaskError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import EpisodeMemory, Sandbox, ToolSource
 from agentrl.records import Limits, Task
-from agentrl.records.fields import json_value
-from agentrl.task.recorded_tools import RECORDED_TOOLS as RECORDED
+from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording, arguments_key
+
+_MAX_LISTED, _MAX_NAME = 20, 80  # argument names in an error, and characters of each
 
 
 class Toolbox(Mapping[str, Tool]):
@@ -59,89 +64,6 @@ class Toolbox(Mapping[str, Tool]):
         async with AsyncExitStack() as stack:
             for owner in self._stateful.values():
                 stack.push_async_callback(owner.close, timeout_s=timeout_s)
-
-
-class ToolInstance:
-    """An episode's object of a class with `tool` methods, opened by the first call, with the saved state if there is one.
-
-    A dataclass's state is its fields. Other classes define `state()`, which returns JSON data, and `restore(state)`, which is called on a
-    new object. An optional `close()` is called at the end of the episode. All three may be async.
-    """
-
-    def __init__(self, kind: Any, saved: Any = None, *, restored: bool = False) -> None:
-        self.kind = kind
-        self._saved = saved
-        self._restored = restored  # whether `_saved` is a state
-        self._object: Any = None
-        self._opening = asyncio.Lock()
-
-    @property
-    def used(self) -> bool:
-        """Whether there is a state to save."""
-        return self._restored or self._object is not None
-
-    async def open(self) -> Any:
-        """Returns the object, which the first call creates."""
-        async with self._opening:  # concurrent calls share one object
-            if self._object is None:
-                self._object = await (self._reopened() if self._restored else self._new())
-            return self._object
-
-    async def _new(self) -> Any:
-        return await user_code.run_in_thread(self.kind, what=f"opening {self.kind.__name__}")
-
-    async def _reopened(self) -> Any:
-        if not hasattr(self.kind, "restore"):
-            return _fields_of(self.kind).validate_python(json_value(self._saved))
-        new = await self._new()
-        await run(lambda: new.restore(json_value(self._saved)), new.restore, what=f"restoring {self.kind.__name__}")
-        return new
-
-    async def state(self, *, timeout_s: float) -> Any:
-        """Returns the state as JSON data. Raises `ValueError` if it cannot be captured."""
-        if self._object is None:
-            return self._saved
-        what, since = f"the state of {self.kind.__name__}", user_code.cancellation_count()
-
-        async def captured() -> Any:
-            if hasattr(self.kind, "state"):
-                return await run(self._object.state, self._object.state, what=what)
-            return _fields_of(self.kind).dump_python(self._object, mode="json", warnings="error")
-
-        try:
-            return json_value(await user_code.call_user_code(captured, what=what, timeout_s=timeout_s))
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            user_code.log_unexpected(what, error)
-            raise ValueError(f"{what} cannot be captured: {user_code.describe_error(error)}") from error
-
-    async def close(self, *, timeout_s: float) -> None:
-        """Closes the object. Logs errors."""
-        closing, self._object = self._object, None
-        if not hasattr(closing, "close"):
-            return
-        what, since = f"closing {self.kind.__name__}", user_code.cancellation_count()
-        try:
-            await user_code.call_user_code(lambda: run(closing.close, closing.close, what=what), what=what, timeout_s=timeout_s)
-        except BaseException as error:
-            user_code.reraise_if_fatal(error, since)
-            user_code.log_unexpected(what, error)
-
-
-class InstanceTool:
-    """One `tool` method of a class, on the episode's object."""
-
-    repeats = False  # after an outage, which may have changed the object
-
-    def __init__(self, method: TypedTool, instances: ToolInstance) -> None:
-        self.name, self.schema, self.needs_sandbox = method.name, method.schema, method.needs_sandbox
-        self.bounds, self.together = method.bounds, method.together
-        self._method = method
-        self._kept = instances
-
-    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        function: Callable[..., Any] = getattr(await self._kept.open(), self.name)
-        return await self._method.call(function, arguments, sandbox, limits)
 
 
 class RecipeTool:
@@ -210,7 +132,7 @@ def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnecti
 
 def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
     """The tools of one name in a task."""
-    if name == RECORDED:
+    if name == RECORDED_TOOLS:
         return recorded_tools(task)
     if name in SHIPPED_TOOLS:
         return (SHIPPED_TOOLS[name],)
@@ -219,11 +141,11 @@ def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, A
     resolved = resolve(name)
     if inspect.isfunction(resolved) and is_tool(resolved):
         return (_with_task(typed_tool(resolved), task),)
-    if isinstance(resolved, type) and (methods := _methods(resolved)):
+    if isinstance(resolved, type) and (methods := tool_methods(resolved)):
         instances[name] = ToolInstance(resolved, saved.get(name), restored=name in saved)
-        return tuple(InstanceTool(_with_task(method, task), instances[name]) for method in methods)
+        return tuple(dataclasses.replace(_with_task(method, task), owner=instances[name].open, repeats=False) for method in methods)
     owner = type(resolved.__self__) if inspect.ismethod(resolved) else type(resolved)
-    shared = f"is one object of {owner.__name__}, which all episodes would share: refer to the class" if _marked(owner) else ""
+    shared = f"is one object of {owner.__name__}, which all episodes would share: refer to the class" if marked_functions(owner) else ""
     if problem := shared or definition_problem(resolved):
         fix = (
             "a tool is a function under @tool, or an object with name, needs_sandbox (True or False), schema and an async "
@@ -240,44 +162,42 @@ def _with_task(tool: TypedTool, task: Task | None) -> TypedTool:
     return dataclasses.replace(tool, task=TaskData.of(task))
 
 
-def _marked(kind: Any) -> list[Any]:
-    """The attributes of a class that are functions under `tool`, inside `staticmethod` or `classmethod` too."""
-    attributes = (inspect.getattr_static(kind, name, None) for name in dir(kind))
-    functions = (item.__func__ if isinstance(item, staticmethod | classmethod) else item for item in attributes)
-    return [function for function in functions if is_tool(function)]
+class RecordedTool:
+    """One tool of a recording. It has no state: if several recorded calls have the same arguments, the first one's output counts."""
 
+    needs_sandbox = False
+    bounds, together = NO_BOUNDS, False
 
-@lru_cache(maxsize=1024)
-def _methods(kind: Any) -> tuple[TypedTool, ...]:
-    """The tools of a class. Raises `PluginError` if its state cannot be captured, or it cannot be opened."""
-    if not (marked := _marked(kind)):
-        return ()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if any(each.default is each.empty and each.kind not in variadic for each in inspect.signature(kind).parameters.values()):
-        raise PluginError(f"the tools of {kind.__name__} cannot be opened: it takes arguments", fix="give each a default")
-    own = [name for name in ("state", "restore") if callable(getattr(kind, name, None))]
-    if len(own) == 1 or not (own or dataclasses.is_dataclass(kind)):
-        missing = "restore()" if own == ["state"] else "state()" if own else "state() and restore()"
-        raise PluginError(
-            f"the tools of {kind.__name__} have a state that cannot be captured: it has no {missing}",
-            fix="make it a dataclass of JSON data, or define state(), which returns JSON data, and restore(state)",
+    def __init__(self, schema: Mapping[str, Any], calls: Sequence[RecordedCall]) -> None:
+        self.schema = schema
+        self.name = str(schema["function"]["name"])
+        parameters = schema["function"].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        self._declared = frozenset(properties if isinstance(properties, dict) else ())
+        self._calls: dict[str, RecordedCall] = {}
+        for call in calls:
+            self._calls.setdefault(arguments_key(call.arguments), call)
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        call = self._calls.get(arguments_key(arguments))
+        if call is not None:
+            return ToolOutcome(output=call.output, ok=not call.failed)
+        recorded = (
+            "no call of it is recorded" if not self._calls else f"{len(self._calls)} calls are recorded, with the arguments {self._names()}"
         )
-    if not own:
-        _fields_of(kind)
-    for function in marked:
-        if not inspect.isfunction(inspect.getattr_static(kind, function.__name__, None)):
-            raise PluginError(f"the tool {function.__name__} of {kind.__name__} is not a plain method", fix="use self, and only @tool")
-    methods = tuple(typed_tool(function, method=True) for function in marked)
-    return tuple(sorted(methods, key=lambda method: method.function.__code__.co_firstlineno))
+        return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; {recorded}", ok=False)
+
+    def _names(self) -> str:
+        """Names of arguments. Values stay hidden: what the recorded agent passed may be the answer to the task."""
+        names = dict.fromkeys(name[:_MAX_NAME] for call in self._calls.values() for name in call.arguments if name in self._declared)
+        return ", ".join(list(names)[:_MAX_LISTED]) or "that its schema does not declare"
 
 
-@lru_cache(maxsize=1024)
-def _fields_of(kind: Any) -> TypeAdapter[Any]:
-    """The adapter that reads and writes a dataclass as JSON data."""
-    try:
-        return TypeAdapter(kind)
-    except Exception as error:
-        reason = user_code.describe_error(error)
-        raise PluginError(
-            f"the tools of {kind.__name__} have a state that JSON cannot represent ({reason})", fix="or define state() and restore()"
-        ) from None
+def recorded_tools(task: Task | None) -> tuple[RecordedTool, ...]:
+    """Returns the tools of a task's recording; none without a task, when only names are checked. Raises `TaskError`."""
+    if task is None:
+        return ()
+    recording = Recording.of(task)
+    return tuple(
+        RecordedTool(schema, [call for call in recording.calls if call.name == schema["function"]["name"]]) for schema in recording.tools
+    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
+import copy
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agentrl.base import user_code
 from agentrl.base.outages import Outage
+from agentrl.errors import UserError
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
 from agentrl.records.fields import Record, Text
@@ -73,6 +75,34 @@ class Bounds:
 
 
 NO_BOUNDS = Bounds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolWording:
+    """Descriptions for a tool's schema, in place of its own. An empty text changes nothing."""
+
+    description: str = ""
+    arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> its description
+
+
+def reworded_schema(schema: Mapping[str, Any], words: ToolWording) -> Mapping[str, Any]:
+    """Returns a tool's function schema with other descriptions. Raises `UserError` for an argument that it does not have."""
+    changed = copy.deepcopy(dict(schema))
+    function = changed["function"]
+    if words.description:
+        function["description"] = words.description
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    known: dict[str, Any] = properties if isinstance(properties, dict) else {}
+    for name, meaning in words.arguments.items():
+        if not isinstance(known.get(name), dict):
+            raise UserError(
+                f"tools.words.{function['name']}.arguments.{name}: the tool has no such argument",
+                fix=f"use one of {', '.join(known) or 'none'}, or remove it",
+            )
+        if meaning:
+            known[name]["description"] = meaning
+    return changed
 
 
 def bounds_of(tool: Tool) -> Bounds:

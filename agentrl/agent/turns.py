@@ -1,7 +1,7 @@
 """The turn loop: sample, run the tool calls, show their results, until the agent submits, answers or reaches a limit.
 
 Sub-agents use the same loop, each in its own trajectory (`agentrl.agent.delegation`). An agent whose context is nearly full continues in a
-new one (`agentrl.agent.compaction`).
+new one (`agentrl.agent.contexts`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from typing import Any
 
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.agent.compaction import Compactor
-from agentrl.agent.contexts import continue_context, current_trajectory
-from agentrl.agent.handing import hand_back
-from agentrl.agent.policytext import read_turn, reading_policy_text
+from agentrl.agent.contexts import Compactor, continue_context, current_trajectory, main_prompt, read_turn, reading_policy_text
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import SUBMIT, budget_error, count_calls, run_calls
-from agentrl.agent.wording import main_prompt
 from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
@@ -271,7 +267,7 @@ class AgentRun:
             return delegation.reported(ended.answer, ended.reason)
         async with self._episode.sub_episode(copy) as own:
             ended = await self._speak_as(worker, own)
-            files = await hand_back(config.returns, number=worker.trajectory.index, worker=own, caller=self._episode)
+            files = await delegation.hand_back(config.returns, number=worker.trajectory.index, worker=own, caller=self._episode)
         return delegation.reported(ended.answer, ended.reason, files)
 
     async def _speak_as(self, worker: delegation.Opened, episode: LiveEpisode) -> Ended:

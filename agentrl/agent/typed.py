@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar, overload
@@ -135,14 +135,12 @@ class TypedTool:
     bounds: Bounds = NO_BOUNDS
     together: bool = False
     task: TaskData = NO_TASK
+    owner: Callable[[], Awaitable[Any]] | None = None  # returns the object whose method the tool is
+    repeats: bool = True  # whether a call may be repeated after an outage
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        return await self.call(self.function, arguments, sandbox, limits)
-
-    async def call(
-        self, function: Callable[..., Any], arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits
-    ) -> ToolOutcome:
-        """Calls `function`, which may be this function bound to an object. Invalid arguments return an error instead."""
+        """Validates the arguments and calls the function. Invalid arguments return an error."""
+        function = self.function if self.owner is None else getattr(await self.owner(), self.name)
         try:
             validated = self.arguments.model_validate(json_object(arguments))
         except ValueError as error:

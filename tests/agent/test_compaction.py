@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent.compaction import HEAD
+from agentrl.agent.contexts import HEAD
 from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.records import Episode, EpisodeState, Parent, Task, codec
 from agentrl.rollout import CaptureState, EpisodeRunner

@@ -111,9 +111,9 @@ def write_large_tokenizer(folder: Path) -> Path:
 
 _LOADS_SLOWLY = """
 import time
-from agentrl.agent import pretrained, template
+from agentrl.agent import template
 
-load = pretrained.auto_tokenizer().from_pretrained
+load = template.auto_tokenizer().from_pretrained
 
 class Slow:
     @staticmethod
@@ -123,7 +123,7 @@ class Slow:
             pass
         return load(*given, **options)
 
-pretrained.auto_tokenizer = lambda: Slow
+template.auto_tokenizer = lambda: Slow
 template._child()
 """
 

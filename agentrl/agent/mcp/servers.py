@@ -23,8 +23,7 @@ from agentrl.agent.mcp.messages import InvalidMessage, ServerError
 from agentrl.agent.mcp.tool_list import MAX_PAGES, MAX_TOOLS, ListedTool, tool_difference
 from agentrl.agent.mcp.transports import ENDINGS, HTTPTransport, SandboxTransport, StdioTransport, Transport, Unanswered
 from agentrl.agent.outage_blame import CallRecord
-from agentrl.agent.tools import NO_BOUNDS, OUTAGE, Bounds, ToolFault, ToolOutcome
-from agentrl.agent.wording import ToolWording
+from agentrl.agent.tools import NO_BOUNDS, OUTAGE, Bounds, ToolFault, ToolOutcome, ToolWording
 from agentrl.base import secrets, user_code
 from agentrl.base.liveness import AnswerLiveness
 from agentrl.base.outages import Outage, outage_phrase
