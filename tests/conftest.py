@@ -128,7 +128,7 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat templates are tried in forked processes. That the process of its own does the same tests/agent/test_template.py shows."""
     from tests.forking import tried
 
-    monkeypatch.setattr("agentrl.agent.template._tried", tried)
+    monkeypatch.setattr("agentrl.agent.template._run_child", tried)
 
 
 @pytest.fixture

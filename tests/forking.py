@@ -12,7 +12,7 @@ FORKS.set_forkserver_preload(["pytest", "agentrl.experience", "agentrl.version",
 
 
 def tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
-    """In place of `agentrl.agent.template._tried`."""
+    """In place of `agentrl.agent.template._run_child`."""
     process = FORKS.Process(target=try_within, args=(text, folder, cpu_s))
     process.start()
     process.join(120)

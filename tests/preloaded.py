@@ -2,7 +2,7 @@
 
 import transformers.utils.chat_template_utils
 
-from agentrl.agent.pretrained import auto_tokenizer
+from agentrl.agent.template import auto_tokenizer
 
 __all__ = ["transformers"]
 auto_tokenizer()

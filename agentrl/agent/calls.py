@@ -1,12 +1,11 @@
-"""Where text of a model becomes records: the bounds of a tool call, and the calls of a completion in the Hermes form.
+"""Parses tool calls from text that a model wrote: the bounds of a call, and the Hermes form.
 
     <tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>
 
-The forms of other models are in `agentrl.agent.forms`, and make their calls here too.
+`agentrl.agent.forms` reads the forms of other models and builds its calls here.
 
-If a call cannot become a record, because it is too long, too deep, not finite or not Unicode, the model gets an error, and the call is
-scored like any other mistake. The grammar of the arguments decides where a call ends: a mark of the form inside a JSON string is text.
-Reading takes time proportional to the length of the text. Calls of a turn after the first `MAX_CALLS` are not read.
+A call that is too long, too deep, not finite or not Unicode becomes an error that the model sees, like any other mistake. The grammar of
+the arguments decides where a call ends: a closing tag inside a JSON string is text. Parsing takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -23,24 +22,17 @@ from agentrl.records.fields import MAX_DIGITS
 T = TypeVar("T")
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_SPACE = re.compile(r"[ \t\n\r]*")  # white space of JSON
+_SPACE = re.compile(r"[ \t\n\r]*")  # JSON white space
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
-MAX_CALLS = 64
-"""Tool calls that one turn may make; those after them are not made."""
-
-MAX_CHARS = 2_000_000
-"""Characters of one call: a program as long as a tool takes one (`agentrl.agent.tools.MAX_TEXT`), with every character escaped."""
-
-MAX_NAME = 256
-"""Characters of a tool's name."""
-
-
+MAX_CALLS = 64  # of one turn; later ones are not parsed
+MAX_CHARS = 2_000_000  # of one call: a program of `agentrl.agent.tools.MAX_TEXT` characters, each of them escaped
+MAX_NAME = 256  # characters of a tool's name
 NOT_CLOSED = "a tool call was opened but not closed"
 
 
 class CallError(ValueError):
-    """An error in a call, as text for the model. `at`: the end of the text that was read, if what follows may still belong to the call."""
+    """An error in a call, worded for the model. `at` is the end of the parsed text, if the rest may belong to the call."""
 
     def __init__(self, message: str, *, at: int = 0) -> None:
         super().__init__(message)
@@ -48,28 +40,26 @@ class CallError(ValueError):
 
 
 class InvalidJson(CallError):
-    """A text that is no JSON, rather than JSON that cannot be taken."""
+    """The text is not JSON, as opposed to JSON that is out of bounds."""
 
 
 class UnclosedCall(CallError):
-    """A call with an unclosed part, so all text after it may belong to the call."""
+    """A part of the call is not closed, so all text after it may belong to the call."""
 
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """The tool calls in a text in the Hermes form, what is wrong with the others, and the text without either."""
+    """Returns the valid tool calls of a text in the Hermes form, the errors of the others, and the text outside of calls."""
     return read_tagged(text, OPEN, CLOSE, scan_json, call_from_object)
 
 
 def read_tagged(
     text: str, opening: str, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
 ) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """The calls between two tags, as `read_calls`.
-
-    The grammar of a call's body decides where it ends, so a closing tag inside a string of its arguments is text.
+    """Returns the same as `read_calls`, for calls between two tags.
 
     Args:
-        scan: reads a body from a position of the text, and returns it with the position of its end. It may raise `CallError`.
-        make: the call of a body. It may raise `CallError`.
+        scan: parses a body at a position of the text and returns it with the position of its end. May raise `CallError`.
+        make: builds the call of a body. May raise `CallError`.
     """
     calls: list[ToolCall] = []
     errors: list[str] = []
@@ -96,9 +86,9 @@ def read_tagged(
 def call_at(
     text: str, at: int, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
 ) -> tuple[ToolCall | CallError, int]:
-    """The call whose body starts at a position, or its error, and the position after its closing mark, -1 if there is none.
+    """Returns the call whose body starts at a position, or its error, and the position after its closing tag (-1: none).
 
-    For an unreadable body, the closing mark is the first one after the part that was read.
+    If the body is invalid, the closing tag is the first one after the part that was parsed.
     """
     try:
         body, end = scan(text, at)
@@ -114,24 +104,24 @@ def call_at(
 
 
 def after(text: str, mark: str, at: int) -> int:
-    """The position after the first mark at or after a position; -1 if there is none."""
+    """Returns the position after the first `mark` at or after a position; -1 if there is none."""
     start = text.find(mark, at)
     return start if start < 0 else start + len(mark)
 
 
 def skip_space(text: str, at: int) -> int:
-    """The position of the next character that is not white space."""
+    """Returns the position of the next character that is not white space."""
     space = _SPACE.match(text, at)
     return space.end() if space else at
 
 
 def too_many(count: int) -> str:
-    """What is told of a turn with `count` calls, more than it may hold."""
-    return f"a turn may hold {MAX_CALLS} tool calls; the {count - MAX_CALLS} after them were not made"
+    """Returns the error of a turn with `count` calls, more than `MAX_CALLS`."""
+    return f"a turn may hold {MAX_CALLS} tool calls; the {count - MAX_CALLS} after them were not run"
 
 
 def parse_call(name: str, arguments: str) -> ToolCall | str:
-    """A call whose name and arguments come apart, the arguments as JSON text; or what is wrong with it, in words for the model."""
+    """Returns a call from its name and the JSON text of its arguments, or its error, worded for the model."""
     try:
         return build_call(name, read_json(arguments.strip() or "{}"))
     except CallError as error:
@@ -139,10 +129,7 @@ def parse_call(name: str, arguments: str) -> ToolCall | str:
 
 
 def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
-    """The call in a JSON object, with its arguments under `key`. Without that key, an object with no other keys has no arguments.
-
-    Arguments under another name are an error. Raises `CallError`.
-    """
+    """Returns the call in a JSON object whose arguments are under `key`; without that key, there are none. Raises `CallError`."""
     wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise CallError(wanted)
@@ -153,7 +140,7 @@ def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
 
 
 def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
-    """The record of a call, or `CallError`: `arguments` is what the model wrote under `key`, read."""
+    """Returns the record of a call. Raises `CallError`; `key` is the name under which the model wrote the arguments."""
     if not isinstance(arguments, dict):
         raise CallError(f'tool call "{key}" must be an object')
     if len(name) > MAX_NAME:
@@ -161,11 +148,11 @@ def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall
     try:
         return ToolCall(name=name, arguments=arguments)
     except ValueError as error:
-        raise CallError(f"tool call cannot be taken: {str(error).removeprefix('ToolCall.')}") from None
+        raise CallError(f"tool call is out of bounds: {str(error).removeprefix('ToolCall.')}") from None
 
 
 def read_json(text: str) -> Any:
-    """A JSON value within the bounds of a call, from the whole of a text. Raises `CallError`."""
+    """Returns the JSON value of a text, within the bounds of a call. Raises `CallError`."""
     value, end = scan_json(text, 0)
     if (rest := skip_space(text, end)) < len(text):
         raise InvalidJson(f"tool call is not valid JSON: Extra data at character {rest}")
@@ -173,7 +160,7 @@ def read_json(text: str) -> Any:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a position of a text, after white space, and the position of its end. Raises `CallError`."""
+    """Returns the JSON value at a position, after white space, and the position of its end. Raises `CallError`."""
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
@@ -182,14 +169,14 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise InvalidJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
     except RecursionError:
-        raise CallError("tool call is not valid JSON that can be read: it is nested too deep") from None
+        raise CallError("tool call is nested too deep") from None
     if end - at > MAX_CHARS:
         raise CallError(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
     return value, end
 
 
 def _read_to(text: str, at: int) -> int:
-    """The end of the text that belongs to a rejected JSON value: its end, the first syntax error, or the text's end in an open string."""
+    """The end of a rejected JSON value: its own end, the first syntax error, or the end of the text if a string is open."""
     try:
         return _ANY_JSON.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:
@@ -210,22 +197,22 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def integer(digits: str) -> int:
-    """An integer within bounds. Raises `CallError`."""
+    """Parses an integer within bounds. Raises `CallError`."""
     if len(digits.removeprefix("-")) > MAX_DIGITS:
-        raise CallError(f"tool call holds an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a text")
+        raise CallError(f"tool call holds an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a string")
     return int(digits)
 
 
 def number(digits: str) -> float:
-    """A finite number. Raises `CallError`."""
+    """Parses a finite number. Raises `CallError`."""
     value = float(digits)
     if not math.isfinite(value):
-        raise CallError(f"tool call holds {digits[:40]}, which is no finite number: write it as a text")
+        raise CallError(f"tool call holds {digits[:40]}, which is not a finite number: write it as a string")
     return value
 
 
 def _constant(word: str) -> float:
-    raise CallError(f"tool call holds {word}, which is no JSON number: write it as a text")
+    raise CallError(f"tool call holds {word}, which is not a JSON number: write it as a string")
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=integer, parse_float=number, parse_constant=_constant)

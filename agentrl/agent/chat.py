@@ -1,10 +1,8 @@
-"""Messages to token ids, each exactly once, and completions back to messages.
+"""Converts messages to token ids, each exactly once, and completions back to messages.
 
-A conversation is never rendered and tokenized again as it grows. The opening prompt is tokenized once; a completion is kept
-as the ids that were sampled; what the tools answered is tokenized once, as the delta the chat template puts between two
-assistant turns. The policy is therefore always conditioned on, and trained on, the very ids that were in its context.
-
-What the model says becomes a record in `agentrl.agent.calls` and `agentrl.agent.forms`, what a program says becomes tokens here.
+A conversation is not rendered or tokenized again as it grows. The opening prompt is tokenized once; a completion stays the ids that were
+sampled; tool outputs are tokenized once, as the delta that the chat template puts between two assistant turns. So the policy is
+conditioned on, and trained on, exactly the ids that were in its context.
 """
 
 from __future__ import annotations
@@ -18,18 +16,17 @@ from typing import Any, Literal
 from agentrl.agent.arguments import argument_errors
 from agentrl.agent.escaping import ControlTokenEscaper
 from agentrl.agent.forms import Frame, Reading
-from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
-from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, probe_tokenizer, select_template
+from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, auto_tokenizer, probe_tokenizer, select_template
 from agentrl.agent.template_probe import SHOWN, TemplateForm, find_form, rewrites
 from agentrl.errors import UserError
 from agentrl.records import Message, ToolCall
 from agentrl.records.limits import Thinking
 
-WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
+WITHHELD = "error: this output is not shown: it contains control tokens of the model"
 
 Rewritten = Literal["refuse", "restart"]
-"""What to do with a template that cannot be extended exactly."""
+"""What to do with a chat template that cannot be extended exactly."""
 
 _MARKUP = re.compile(r"<\|[^\s<>|]{1,64}\|>|<\uff5c[^\s<>\uff5c]{1,64}\uff5c>|<(?:start|end)_of_turn>")  # how control tokens are spelled
 _MOST_WITHHELD = 64
@@ -37,27 +34,28 @@ _MOST_WITHHELD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletion:
-    """A completion as a message, and what was wrong with its tool calls (shown to the agent), if anything."""
+    """A completion as a message, and the errors of its invalid tool calls, which the agent sees."""
 
     message: Message
     errors: tuple[str, ...] = ()
-    answer: str = ""  # the message without what was thought
-    call_ids: tuple[str, ...] = ()  # what the model calls each of the message's tool calls; empty where its form has no ids
+    answer: str = ""  # the message without the reasoning
+    call_ids: tuple[str, ...] = ()  # the model's id of each of the message's tool calls; empty if the form has no ids
     end: int | None = None  # the token that ended the turn
 
 
 class ChatFormat:
     """Exact tokens for one tokenizer. If it has several templates, the one for tools becomes its template.
 
-    `thinking` describes how the model's reasoning is marked and ended; None means that it has no marks.
+    `thinking` describes how the model marks and ends its reasoning; None means that the model has no such marks.
 
     Args:
-        tool_format: a form of tool calls by name (`agentrl.agent.forms.FORMS`). None: the one that reads what the template writes.
-        rewritten: `restart` takes a template that cannot be extended exactly, for agents that then begin a new context (`exact`).
+        tool_format: a form of tool calls (`agentrl.agent.forms.FORMS`). None selects the form that reads what the template writes.
+        rewritten: `restart` accepts a template that cannot be extended exactly, for agents that then start a new context (`exact`).
 
-    Raises `UserError` on construction when the tokenizer has no chat template or no end-of-turn token, for a form of calls that nothing
-    reads, or for a template that cannot be continued exactly: one that does not end a turn of the assistant with a token that ends
-    turns, that does not show what tools gave, whose control tokens the tokenizer would split, or that writes earlier turns anew.
+    Raises:
+        UserError: the tokenizer has no chat template or no end-of-turn token, no form reads the template's tool calls, or the template
+            cannot be extended exactly: it does not end an assistant turn with an end-of-turn token, does not show tool outputs, writes
+            control tokens that the tokenizer splits, or rewrites earlier turns.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> None:
@@ -75,26 +73,21 @@ class ChatFormat:
         self._renderer = Renderer(tokenizer)
         control = _control_tokens(tokenizer)
         self._fence = ControlTokenEscaper(control)
-        self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # which any text may have
-        self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and what they are called
+        self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # any text may contain the unknown token
+        self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and their calls
         found = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
-        self._seam = found.seam
+        self._seam, self._form = found.seam, found.form
         self._check_control_tokens()
-        self._form = found.form
         self.tool_format = found.form.name
         self.form_summary = f"tool calls: {found.form.name} ({found.how})"
         delta = self._renderer.ids(self._seam.between(SHOWN))
         ends = {end for end in found.ends if end not in found.form.inner}
-        handed = {
-            *found.form.hands_over,
-            *(ends if len(ends) > 1 else ()),
-        }  # a turn of any template may end with the next one's first token
-        self._hands_over = delta[0] in {control.get(end) for end in handed}
+        handed = {*found.form.hands_over, *(ends if len(ends) > 1 else ())}
+        self._hands_over = delta[0] in {control.get(end) for end in handed}  # a turn may end with the first token of the next one
         known = (control.get(end) for end in (*found.form.ends, *found.form.hands_over, *sorted(ends)))
-        self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([int(tokenizer.eos_token_id), delta[0], *(end for end in known if end is not None)])
-        )
-        own = {control.get(token) for token in (*found.form.inner, *THINK)} | {*self._renderer.ids(found.written), *self.stop_token_ids}
+        stops = [int(tokenizer.eos_token_id), delta[0], *(end for end in known if end is not None)]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
+        own = {control.get(token) for token in (*found.form.inner, *THINK)} | {*self._renderer.ids(found.written), *stops}
         self._forged = frozenset(self._controls(delta)) - own
         marked = THINK[1] in str(tokenizer.chat_template) or THINK[1] in control
         self.thinking = Thinking(end=self._renderer.ids(f"\n{THINK[1]}\n\n"), unfinished=self._unfinished) if marked else None
@@ -103,27 +96,28 @@ class ChatFormat:
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows by deltas alone; otherwise `rewrites` says why it does not."""
+        """Whether a conversation grows by deltas alone. If not, `rewrite_reason` is the reason."""
         return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Ids of the prompt up to where the first assistant turn begins."""
+        """Returns the ids of the prompt, up to the start of the first assistant turn."""
         return self._renderer.ids(self._renderer.text(self._renderer.messages(messages), schemas))
 
     def tool_delta(self, outputs: Sequence[str], after: ParsedCompletion | None = None) -> tuple[int, ...]:
-        """Ids between the end-of-turn token of one assistant turn and the start of the next, holding the tools' outputs.
+        """Returns the ids between the end-of-turn token of one assistant turn and the start of the next, with the tool outputs.
 
-        Outputs are hostile: text that spells a control token is broken up, so that a program cannot forge a turn. A tokenizer may
-        still find one, in letters that it holds to be the same; then nothing of these outputs is shown.
+        Outputs are hostile: control tokens in them are escaped, so that a program cannot forge a turn. If a tokenizer still produces one,
+        from characters that it normalizes, all outputs are withheld.
 
         Args:
-            after: the turn that they answer: its calls in order, then its errors. Some templates repeat a call's name or id, and some
-                turns end with the first token of what comes next. None: a turn as the template writes it, without ids.
+            after: the answered turn, with its calls in order, then its errors: some templates repeat a call's name or id. None stands for
+                a turn as the template writes it.
 
-        Raises `RuntimeError` where the template is not `exact`.
+        Raises:
+            RuntimeError: the template is not `exact`.
         """
         if self.rewrite_reason:
-            raise RuntimeError(f"this chat template is not extended by deltas: {self.rewrite_reason}")
+            raise RuntimeError(f"this chat template cannot be extended by deltas: {self.rewrite_reason}")
         names = [call.name for call in after.message.tool_calls] if after else []
         numbers = list(after.call_ids) if after else []
         key = (len(outputs), tuple(names), tuple(numbers))
@@ -138,9 +132,9 @@ class ChatFormat:
     def render_conversation(
         self, prompt: Sequence[Message], said: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> tuple[int, ...]:
-        """Ids of a whole conversation, rendered anew, where `said` is what the agent and its tools said after the prompt.
+        """Returns the ids of a complete conversation for a template that is not `exact`.
 
-        For a template that is not `exact`. All of `said` is hostile here, and control tokens in it are broken up.
+        `said` is what the agent and its tools said after the prompt. It is hostile: control tokens in it are escaped.
         """
         fenced = [self.escape_message(message) for message in said]
         held = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
@@ -148,37 +142,40 @@ class ChatFormat:
         return ids if self._controls(ids) == self._controls(withheld) else withheld
 
     def escape_message(self, message: Message) -> Message:
-        """The message with every control token broken up that is spelled in it, names and arguments of its calls included."""
-        calls = tuple(ToolCall(name=self.escape_text(one.name), arguments=self.escape_value(one.arguments)) for one in message.tool_calls)
+        """Returns the message with control tokens escaped in its text and its calls."""
+        calls = tuple(
+            ToolCall(name=self.escape_text(call.name), arguments=self.escape_value(call.arguments)) for call in message.tool_calls
+        )
         return replace(message, content=self.escape_text(message.content), tool_calls=calls)
 
     def escape_value(self, value: Any) -> Any:
-        """The same of a JSON value: in its texts and keys."""
+        """Returns the JSON value with control tokens escaped in its strings and keys."""
         if isinstance(value, str):
             return self.escape_text(value)
         if isinstance(value, Mapping):
-            return {self.escape_text(key): self.escape_value(one) for key, one in value.items()}
-        return [self.escape_value(one) for one in value] if isinstance(value, list | tuple) else value
+            return {self.escape_text(key): self.escape_value(item) for key, item in value.items()}
+        return [self.escape_value(item) for item in value] if isinstance(value, list | tuple) else value
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a completion, including control tokens, without the token that ends it."""
+        """Returns the text of a completion, with control tokens but without the token that ends it."""
         ids = list(token_ids)
         return self._renderer.said(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
 
     def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-        """The errors in the arguments of a call of the tool with this schema; empty if there are none."""
+        """Returns the errors in the arguments of a call of the tool with this schema; empty if there are none."""
         return argument_errors(schema, arguments)
 
     def frame(self, name: str) -> Frame | None:
-        """The text around the arguments of a call of this tool; None if guided decoding cannot enforce the policy's form."""
+        """Returns the text around the arguments of a call of this tool; None if guided decoding cannot enforce the form."""
         frame = self._form.frame
         return None if frame is None else frame.of(name)
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> ParsedCompletion:
-        """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception.
+        """Returns the message of a completion. Invalid tool calls become `errors`, never an exception.
 
-        `schemas` of the task's tools say what an argument is that the form writes without quotes. Without `calls` what looks like one is
-        text.
+        Args:
+            schemas: of the task's tools. They give the types of arguments that a form writes without quotes.
+            calls: False treats tool calls as text.
         """
         ids = list(token_ids)
         end = ids.pop() if ids and ids[-1] in self.stop_token_ids else None
@@ -190,9 +187,9 @@ class ChatFormat:
             reading = Reading(content=text)
         errors = reading.errors
         if calls and not closed and any(opens in thought for opens in self._form.opens):
-            errors += (f"a tool call in what you think is not made: end your thinking with {THINK[1]} first",)
+            errors += (f"a tool call inside your thinking is not run: end your thinking with {THINK[1]} first",)
         if calls and any(opens in forged for opens in self._form.opens):
-            errors += ("a turn cannot begin another one: the tool calls after the control token that does were not made",)
+            errors += ("a turn cannot start another one: the tool calls after its control token were not run",)
         if reading.thinking:
             thought = f"{THINK[0]}\n{reading.thinking}\n{THINK[1]}\n\n"
         answer = (reading.content + forged).strip()
@@ -200,7 +197,7 @@ class ChatFormat:
         return ParsedCompletion(message=message, errors=errors, answer=answer, call_ids=reading.ids, end=end)
 
     def _thinking(self, text: str) -> tuple[str, str, bool]:
-        """What the model thought with its marks, the text after it, and whether it came to an end."""
+        """The reasoning with its marks, the text after it, and whether the reasoning has ended."""
         if self.thinks_first and not text.lstrip().startswith(THINK[0]):
             text = f"{THINK[0]}\n{text}"
         if not text.lstrip().startswith(THINK[0]):
@@ -214,16 +211,16 @@ class ChatFormat:
         return bool(thought) and not closed
 
     def escape_text(self, text: str) -> str:
-        """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""
+        """Returns `text` with control tokens escaped: `<|im_end|>` becomes `< |im_end|>`."""
         return self._fence.escape(text)
 
     def tool_problem(self, schema: Mapping[str, Any]) -> str:
-        """The reason why the policy cannot be offered a tool with this function schema, which may be a server's; empty if it can."""
+        """Returns the reason why the policy cannot use a tool with this function schema; empty if it can."""
         required = schema["function"]["parameters"].get("required", ())
-        if odd := [name for name in required if self._form.argument and not re.fullmatch(self._form.argument, name)]:
-            return f"calls of the form {self.tool_format} cannot have an argument of the name {odd[0]!a}"
+        if unwritable := [name for name in required if self._form.argument and not re.fullmatch(self._form.argument, name)]:
+            return f"calls of the form {self.tool_format} cannot have an argument of the name {unwritable[0]!a}"
         if self.escape_value(schema) != schema:
-            return "its schema spells a control token of the model"
+            return "its schema contains a control token of the model"
         try:
             self.opening([Message(role="user", content="-")], [schema] if self.shows_tools() else [])
         except UserError as error:
@@ -231,7 +228,7 @@ class ChatFormat:
         return ""
 
     def shows_tools(self) -> bool:
-        """Whether the template tells the model of its tools; one may leave them out, or refuse them."""
+        """Returns whether the template shows tools to the model. A template may ignore or reject them."""
         try:
             text = self._renderer.text([{"role": "user", "content": "-"}], [TOOL])
         except UserError:
@@ -246,27 +243,26 @@ class ChatFormat:
         if reason and rewritten == "refuse":
             raise UserError(
                 f"policy.model: its chat template cannot be extended exactly: {reason}",
-                fix=f"{OTHER}; or set policy.rewritten_context=restart, and each turn begins a context of its own",
+                fix=f"{OTHER}; or set policy.rewritten_context=restart, so that each turn starts a new context",
             )
         if not reason and rewritten == "restart":
-            raise UserError(
-                "policy.rewritten_context=restart: this chat template is extended exactly, so it does nothing", fix="leave it out"
-            )
+            message = "policy.rewritten_context=restart has no effect: this chat template can be extended exactly"
+            raise UserError(message, fix="remove the setting")
         return reason
 
     def _check_control_tokens(self) -> None:
-        """What is spelled like a control token must be one: in pieces it means nothing to the model, and a program could write it too."""
+        """Raises `UserError` for markup that is not a single token: the model does not know it, and a program could write it too."""
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}, {"role": "tool", "content": "-"}]
         text = self._seam.between(SHOWN)
         for messages, tools in ((turns, ()), ([{"role": "system", "content": "-"}, *turns], [TOOL])):
-            with suppress(UserError):  # it may take no tools, or no system message
+            with suppress(UserError):  # the template may reject tools or system messages
                 text += self._renderer.text(messages, tools)
         for token in sorted({*_MARKUP.findall(text), str(self._tokenizer.eos_token)}):
             ids = self._renderer.ids(token)
             if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id != self._tokenizer.eos_token_id:
                 raise UserError(
-                    f"the chat template writes {token!r}, which is no token of this tokenizer: it makes {len(ids)} of it",
-                    fix="set policy.chat_template to a template that is made for the model's control tokens, or use another model",
+                    f"the chat template writes {token!r}, which this tokenizer splits into {len(ids)} tokens",
+                    fix="set policy.chat_template to a template with the model's control tokens, or use another model",
                 )
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
@@ -274,7 +270,7 @@ class ChatFormat:
 
 
 def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
-    """The chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
+    """Returns the chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
 
     First tests tokenizer and template in a separate process (`probe_tokenizer`).
     """
@@ -287,7 +283,7 @@ def load_chat(folder: str, template: str | None = None, *, tool_format: str | No
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Texts that are one token wherever they stand, and their ids; without runs of white space, which some tokenizers add for code."""
+    """Texts that are always one token, and their ids; without runs of white space, which some tokenizers add for code."""
     added = {str(token): (number, bool(token.special)) for number, token in tokenizer.added_tokens_decoder.items()}
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {text: number for text, (number, special) in added.items() if special or not text.isspace()} | named

@@ -1,33 +1,96 @@
-"""Where a turn's results go: into the agent's context as a delta, or into a context of its own where the template writes the old one anew.
+"""The context of an agent: its prompt, recorded turns, tool results, and a new context when the old one cannot be extended.
 
-A restart is on record: the line of turns ends as `restarted`, and a trajectory with it as parent goes on. Every token that was sampled
-stays in the line where it was sampled, and is trained there.
+Tool results extend a context by a delta. If the chat template rewrites the old turns instead, the trajectory ends as `restarted`, and
+another one with it as parent continues. Every sampled token stays in the trajectory where it was sampled, and is trained there.
+
+Compaction continues a nearly full context from a summary. The request for the summary follows the last tool output, so that it needs no
+message that a chat template might reject. The summary is sampled in its own trajectory, which starts with the context so far. A summary
+that is empty, was cut off or calls a tool is rejected, and the next attempt starts from the same context. The agent continues in a new
+trajectory: its first prompt, with the summary appended to the last message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.errors import UserError
+from agentrl.base import user_code
+from agentrl.config.rollout import CompactionConfig
+from agentrl.errors import InfrastructureError, PluginError, PolicyFault, TaskError, UserError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Message, Parent
+from agentrl.records import Completion, Message, Parent, Task, ToolResult
 
 RESTARTED = "restarted"
-"""The stop reason of a line of turns whose conversation goes on in another."""
+"""The stop reason of a trajectory whose conversation continues in another."""
+SUMMARY = "summary"
+"""`Trajectory.agent` of a summary."""
+HEAD = "Your summary of the work so far:"
+_WITHHELD = "error: not shown, because there is no room for it"
+
+
+def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
+    """Returns the main agent's prompt for a task, and records it if it is not the task's own."""
+    prompt = with_instructions(task.prompt, instructions)
+    if instructions is not None:
+        trajectory.describe("main", prompt)
+    return prompt
+
+
+def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
+    """Returns the prompt with these instructions in place of its system messages; None changes nothing."""
+    if instructions is None:
+        return tuple(prompt)
+    return (Message(role="system", content=instructions), *(message for message in prompt if message.role != "system"))
+
+
+@contextmanager
+def reading_policy_text(what: str) -> Iterator[None]:
+    """Converts exceptions on the policy's text to `PolicyFault`; the tokens stay recorded, and the episode is scored.
+
+    A template, tokenizer or parser may raise anything on it. Faults that already have a blame pass through.
+
+    Args:
+        what: completes the error message "the policy's text cannot be ...".
+    """
+    since = user_code.cancellation_count()
+    try:
+        yield
+    except Exception as error:
+        user_code.reraise_if_fatal(error, since)
+        if user_code.first_cause(error, InfrastructureError, PluginError, TaskError, PolicyFault) is not None:
+            raise
+        user_code.log_unexpected(f"the policy's text cannot be {what}", error)
+        raise PolicyFault(f"the policy's text cannot be {what}: {user_code.describe_error(error, 1000)}") from error
+
+
+def read_turn(
+    chat: ChatFormat, trajectory: LiveTrajectory, completion: Completion, schemas: Sequence[Mapping[str, Any]] = ()
+) -> ParsedCompletion:
+    """Parses a completion and adds it to its trajectory as a turn. Raises `PolicyFault` if it is unreadable; the turn is added anyway."""
+    turns = len(trajectory.turns)
+    try:
+        with reading_policy_text("read"):
+            parsed = chat.parse(completion.token_ids, schemas)
+            trajectory.add_turn(completion, parsed.message)
+            return parsed
+    except PolicyFault:
+        if len(trajectory.turns) == turns:
+            trajectory.add_turn(completion, Message(role="assistant", content=""))
+        raise
 
 
 def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
-    """The line of turns that the main agent goes on with, of a state too: no sub-agent is at work there."""
-    return next(line for line in reversed(episode.trajectories) if not line.stop_reason)
+    """Returns the trajectory in which the main agent continues, also in a resumed episode: no sub-agent is running there."""
+    return next(trajectory for trajectory in reversed(episode.trajectories) if not trajectory.stop_reason)
 
 
 def continue_context(
     chat: ChatFormat,
     episode: LiveEpisode,
-    line: LiveTrajectory,
+    trajectory: LiveTrajectory,
     after: ParsedCompletion,
     outputs: Sequence[str],
     *,
@@ -35,53 +98,113 @@ def continue_context(
     schemas: Sequence[Mapping[str, Any]],
     agent: str = "main",
 ) -> LiveTrajectory:
-    """Shows the agent what its last turn's calls gave, and returns the line that its next turn belongs to.
+    """Adds tool outputs to the agent's context, and returns the trajectory of its next turn.
 
     Args:
-        after: the last turn of `line`, whose results are recorded.
-        outputs: what is shown of them.
-        prompt: what the agent was told at the start.
+        after: the last turn of `trajectory`, whose results are recorded.
+        prompt: the agent's first prompt.
     """
     if chat.exact:
-        line.add_prompt(chat.tool_delta(outputs, after))
-        return line
-    if line.limit() == "turn_limit":  # no turn follows, and none should wait in a line of its own
-        return line
-    said = _said(episode, line)
+        trajectory.add_prompt(chat.tool_delta(outputs, after))
+        return trajectory
+    if trajectory.limit() == "turn_limit":  # no turn follows
+        return trajectory
+    said = _since_prompt(episode, trajectory)
     try:
-        whole = chat.render_conversation(prompt, said, schemas)
-    except UserError:  # some templates take no result without a call, and a malformed call is none
-        whole = chat.render_conversation(prompt, _answered(said), schemas)
-    context = [token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
-    if list(whole[: len(context)]) == context:  # this time the template only adds
-        line.add_prompt(whole[len(context) :])
-        return line
-    line.end(RESTARTED)
-    new = episode.open(agent, parent=Parent(trajectory=line.index, turn=len(line.turns) - 1))
-    new.add_prompt(whole)
-    return new
+        full = chat.render_conversation(prompt, said, schemas)
+    except UserError:  # some templates reject a result without a call, such as that of a malformed call
+        full = chat.render_conversation(prompt, _with_user_results(said), schemas)
+    context = [token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
+    if list(full[: len(context)]) == context:  # this time the template only appends
+        trajectory.add_prompt(full[len(context) :])
+        return trajectory
+    trajectory.end(RESTARTED)
+    restarted = episode.open(agent, parent=Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1))
+    restarted.add_prompt(full)
+    return restarted
 
 
-def _said(episode: LiveEpisode, line: LiveTrajectory) -> list[Message]:
-    """What the agent and its tools said since the prompt, in this line and in those that it was restarted from."""
-    lines = [line]
-    while (parent := lines[-1].parent) is not None and episode.trajectories[parent.trajectory].stop_reason == RESTARTED:
-        lines.append(episode.trajectories[parent.trajectory])
-    said: list[Message] = []
-    for one in reversed(lines):
-        for turn in one.turns:
-            said += (turn.message, *(Message(role="tool", content=result.output) for result in turn.tool_results))
-    return said
+def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Message]:
+    """The messages of the agent and its tools since the prompt, in this trajectory and those that it was restarted from."""
+    chain = [trajectory]
+    while (parent := chain[-1].parent) is not None and episode.trajectories[parent.trajectory].stop_reason == RESTARTED:
+        chain.append(episode.trajectories[parent.trajectory])
+    messages: list[Message] = []
+    for turn in (turn for part in reversed(chain) for turn in part.turns):
+        messages += (turn.message, *(Message(role="tool", content=result.output) for result in turn.tool_results))
+    return messages
 
 
-def _answered(said: Sequence[Message]) -> list[Message]:
-    """The same, where the user says what no call was made for."""
-    calls, told = 0, []
-    for message in said:
-        if message.role == "tool":
-            told.append(message if calls > 0 else replace(message, role="user"))
-            calls -= 1
-        else:
-            calls = len(message.tool_calls)
-            told.append(message)
-    return told
+def _with_user_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with results that belong to no call as user messages."""
+    calls, changed = 0, []
+    for message in messages:
+        is_result = message.role == "tool"
+        changed.append(replace(message, role="user") if is_result and calls <= 0 else message)
+        calls = calls - 1 if is_result else len(message.tool_calls)
+    return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryAttempt:
+    """One attempt at a summary."""
+
+    trajectory: LiveTrajectory
+    tokens: int = 0  # sampled
+    summary: str | None = None  # None if it was rejected, or not sampled
+    limit: str = ""  # the limit that prevented sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compactor:
+    """The recipe's compaction for one chat format."""
+
+    chat: ChatFormat
+    config: CompactionConfig
+
+    def due(self, tokens: int, room: int) -> bool:
+        """Returns whether to summarize a context of `tokens`, of at most `room`."""
+        return tokens >= (self.config.share * room if self.config.tokens is None else self.config.tokens)
+
+    def asking(
+        self, after: ParsedCompletion, results: Sequence[ToolResult], *, used: int, room: int
+    ) -> tuple[tuple[ToolResult, ...], tuple[int, ...]]:
+        """Returns the results of the turn `after` with the request appended, and their tokens.
+
+        Outputs are withheld if they would leave no room for a summary after the `used` tokens of the context.
+        """
+        requested = self._with_request(results)
+        delta = self.chat.tool_delta([result.output for result in requested], after)
+        if used + len(delta) + self.config.summary_tokens <= room:
+            return requested, delta
+        requested = self._with_request([replace(result, output=_WITHHELD, ok=False) for result in results])
+        return requested, self.chat.tool_delta([result.output for result in requested], after)
+
+    def _with_request(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
+        last = results[-1]
+        return (*results[:-1], replace(last, output=f"{last.output}\n\n{self.config.request}"))
+
+    async def attempt(
+        self, episode: LiveEpisode, trajectory: LiveTrajectory, delta: Sequence[int], allowance: int | None
+    ) -> SummaryAttempt:
+        """Samples a summary of `trajectory` and the `delta` after its last turn, of at most `allowance` tokens."""
+        parent = Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1)
+        summary = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=self.config.request),))
+        summary.add_prompt([token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)])
+        summary.add_prompt(delta)
+        if limit := summary.limit():  # `Limits.all_tokens` counts this context twice
+            summary.end(limit)
+            return SummaryAttempt(trajectory=summary, limit=limit)
+        most = self.config.summary_tokens if allowance is None else min(allowance, self.config.summary_tokens)
+        completion = await summary.sample(stop_token_ids=self.chat.stop_token_ids, max_tokens=most, thinking=self.chat.thinking)
+        episode.stage = "chat"
+        parsed = read_turn(self.chat, summary, completion)
+        text = parsed.answer.strip()
+        accepted = completion.finish_reason == "stop" and text and not parsed.message.tool_calls and not parsed.errors
+        summary.end("summarized" if accepted else "rejected")
+        return SummaryAttempt(trajectory=summary, tokens=len(completion.token_ids), summary=text if accepted else None)
+
+    def prompt(self, prompt: Sequence[Message], summary: str) -> tuple[Message, ...]:
+        """Returns the prompt from which the agent continues: its first prompt, with the summary appended."""
+        last = prompt[-1]
+        return (*prompt[:-1], replace(last, content=f"{last.content}\n\n{HEAD}\n{self.chat.escape_text(summary)}"))

@@ -1,6 +1,8 @@
-"""The tool that starts sub-agents: what the model is told of it, how many may be started, and what comes back.
+"""The tool that starts sub-agents: its schema, its limits, and its result.
 
-A sub-agent is the same policy in a trajectory of its own, told nothing but its task. Its answer is the output of the call.
+A sub-agent is the same policy in its own trajectory, whose prompt is only its task. Its answer is the output of the call. Files of a
+sub-agent with its own sandbox may be copied to its caller, with the bounds of a task's outputs (`agentrl.task.outputs`). Refused files are
+listed for the caller and recorded as the policy's failure.
 """
 
 from __future__ import annotations
@@ -10,91 +12,131 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.agent.tools import ToolOutcome, function_schema
+from agentrl.base.user_code import printable
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import TaskError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Message, Parent, Task, ToolCall
+from agentrl.records import Blame, Failure, Message, Parent, Task, ToolCall
+from agentrl.task.outputs import collect_outputs
 
 NAME = "delegate"
 WORKER = "worker"
 """`Trajectory.agent` of every sub-agent."""
 
 MAX_TASK_CHARS = 20_000
-"""Characters of what a sub-agent may be told."""
+FOLDER = "helper-{number}"
+"""The folder for a sub-agent's files. `number` is the index of its trajectory."""
+MAX_LISTED = 32
+"""Files that the caller sees by name."""
 
-_TOLD = "Give a task to a helper, who sees only what you write here and returns an answer. Helpers called together work at the same time."
-_COPIES = " Each works on a copy of your files, as they are now, and changes none of yours."
-_RETURNS = " Files that it leaves as {patterns} come back to you, in a folder that its answer names."
+_DESCRIPTION = "Give a task to a helper, who sees only this text and returns an answer. Helpers called together work concurrently."
+_COPIES = " Each works on a copy of your files as they are now; yours do not change."
+_RETURNS = " Files that it leaves as {patterns} are copied to you, into a folder that its answer names."
 
 
 def delegate_schema(config: DelegationConfig) -> Mapping[str, Any]:
-    """What an agent is told of the tool, as an OpenAI function schema."""
-    told = _TOLD
+    """Returns the OpenAI function schema of the tool."""
+    description = _DESCRIPTION
     if config.sandbox == "own":
-        told += _COPIES + (_RETURNS.format(patterns=" or ".join(config.returns)) if config.returns else "")
-    return function_schema(NAME, told, "task", "all that the helper needs to know")
+        description += _COPIES + (_RETURNS.format(patterns=" or ".join(config.returns)) if config.returns else "")
+    return function_schema(NAME, description, "task", "all that the helper needs to know")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A sub-agent that has a trajectory, and has not spoken yet."""
+    """A sub-agent with a trajectory, which has not run yet."""
 
-    line: LiveTrajectory
+    trajectory: LiveTrajectory
     prompt: Sequence[Message]
 
 
 class SubAgents:
-    """Opens the sub-agents of one turn, within what `DelegationConfig` allows in the whole episode.
+    """Opens the sub-agents of one turn, within the limits of `DelegationConfig` for the episode.
 
     Args:
-        defang: breaks up control tokens in the words of one model that another's prompt will hold (`ChatFormat.defang`).
+        escape_text: escapes control tokens in text of one agent that becomes another's prompt (`ChatFormat.escape_text`).
     """
 
-    def __init__(self, episode: LiveEpisode, config: DelegationConfig, *, defang: Callable[[str], str]) -> None:
+    def __init__(self, episode: LiveEpisode, config: DelegationConfig, *, escape_text: Callable[[str], str]) -> None:
         self._episode = episode
         self._config = config
-        self._defang = defang
+        self._defang = escape_text
 
-    def open(self, call: ToolCall, number: int, *, line: LiveTrajectory, turn: int, place: int) -> Opened | str:
-        """The sub-agent that a call starts, or what the model is told where it starts none.
+    def open(self, call: ToolCall, number: int, *, trajectory: LiveTrajectory, turn: int, position: int) -> Opened | str:
+        """Returns the sub-agent that a call starts, or an error for the model.
 
         Args:
-            number: of the call in its turn.
-            line: the trajectory of the agent that calls, and `turn` the number of its turn.
-            place: how many sub-agents are called beside it before.
+            number: the index of the call in its turn.
+            trajectory: the calling agent's, with the number of its `turn`.
+            position: how many sub-agents run concurrently before this one.
         """
-        if refused := self.refused(call, place):
-            return refused
-        told = Message(role="user", content=self._defang(call.arguments["task"]))
+        if error := self.refused(call, position):
+            return error
+        task = Message(role="user", content=self._defang(call.arguments["task"]))
         rules = (Message(role="system", content=self._config.instruction),) if self._config.instruction else ()
-        opened = self._episode.open(WORKER, parent=Parent(trajectory=line.index, turn=turn, call=number), prompt=(*rules, told))
-        return Opened(line=opened, prompt=(*rules, told))
+        parent = Parent(trajectory=trajectory.index, turn=turn, call=number)
+        return Opened(trajectory=self._episode.open(WORKER, parent=parent, prompt=(*rules, task)), prompt=(*rules, task))
 
-    def refused(self, call: ToolCall, place: int) -> str:
-        """What the model is told of a call that starts none; empty: it may."""
+    def refused(self, call: ToolCall, position: int) -> str:
+        """Returns the error of a call that may not start a sub-agent; empty if it may."""
         task = call.arguments.get("task")
         if not isinstance(task, str) or not task.strip():
             return f'error: {NAME} needs {{"task": "..."}}'
         if len(task) > MAX_TASK_CHARS:
             return f"error: a task may have {MAX_TASK_CHARS} characters, not {len(task)}"
-        if place >= self._config.width:
+        if position >= self._config.width:
             return f"error: at most {self._config.width} helpers work at the same time; this one was not started"
-        if self._begun() >= self._config.total:
-            return f"error: {self._config.total} helpers were started, and no more may be"
+        started = sum(trajectory.parent is not None and trajectory.parent.call is not None for trajectory in self._episode.trajectories)
+        if started >= self._config.total:
+            return f"error: {self._config.total} helpers were started, and no more are allowed"
         return ""
-
-    def _begun(self) -> int:
-        """Sub-agents that the episode has had, in earlier runs of it too."""
-        return sum(one.parent is not None and one.parent.call is not None for one in self._episode.trajectories)
 
 
 def reported(answer: str | None, reason: str, files: str = "") -> ToolOutcome:
-    """What the caller is shown of a sub-agent that has ended. `files`: what came back from its sandbox, and what did not."""
-    shown = f"error: the helper ended without an answer ({reason})" if answer is None else answer
-    return ToolOutcome(output=f"{shown}\n{files}" if files else shown, ok=answer is not None)
+    """Returns the result for the caller of a sub-agent. `files` is the result of `hand_back`."""
+    text = f"error: the helper ended without an answer ({reason})" if answer is None else answer
+    return ToolOutcome(output=f"{text}\n{files}" if files else text, ok=answer is not None)
 
 
 def check_name(task: Task, tools: Mapping[str, object]) -> None:
-    """Raises `TaskError` where a tool of the task has the name of ours."""
+    """Raises `TaskError` if a tool of the task is called `delegate`."""
     if NAME in tools:
-        raise TaskError(f"task {task.id!r} has a tool called {NAME!r}, as has rollout.agent=delegating", fix="give the task's another name")
+        raise TaskError(f"task {task.id!r} has a tool called {NAME!r}, as has rollout.agent=delegating", fix="rename the task's tool")
+
+
+async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode, caller: LiveEpisode) -> str:
+    """Copies the files that match `patterns`. Returns the list for the caller; empty if there are none. Raises `SandboxError`.
+
+    Args:
+        number: the index of the sub-agent's trajectory.
+        worker: the sub-agent's view of the episode, with its own sandbox.
+        caller: the calling agent's view of the episode.
+    """
+    if not patterns or not worker.sandbox_opened or worker.sandbox_lost:
+        return ""
+    sandbox = await worker.sandbox()
+    with worker.running(sandbox):
+        collected = await collect_outputs(sandbox, patterns)
+    refused, copied = dict(collected.refused), []
+    if collected.files:
+        folder, sandbox = FOLDER.format(number=number), await caller.sandbox()
+        with caller.running(sandbox):
+            for path, data in collected.files.items():
+                try:
+                    await sandbox.write(f"{folder}/{path}", data)
+                except ValueError as error:  # there is no room, or another file has this path
+                    refused[path] = str(error)[:200]
+                else:
+                    copied.append(f"{folder}/{path}")
+    if refused:
+        message = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        failure = Failure(stage="collect", blame=Blame.POLICY, kind="returns_refused", message=message[:2000], turn=worker.turn_count)
+        caller.add_failure(failure)
+    more = f", and {len(copied) - MAX_LISTED} more" if len(copied) > MAX_LISTED else ""
+    lines = [f"files: {', '.join(map(_printable, copied[:MAX_LISTED]))}{more}"] if copied else []
+    lines += [f"not handed back: {_printable(path)}: {_printable(reason)}" for path, reason in list(refused.items())[:MAX_LISTED]]
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    return printable(text, 600).replace("\n", "\ufffd")

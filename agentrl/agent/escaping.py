@@ -1,4 +1,4 @@
-"""Text of programs in which no control token of a tokenizer is spelled any more."""
+"""Escapes the control tokens of a tokenizer in hostile text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ _PRIVATE = range(0xF0000, 0xFFFFE)
 
 
 class ControlTokenEscaper:
-    """Breaks up the `tokens` that a text spells: after its first character comes one that is in none of them, most often a space.
+    """Escapes `tokens` by inserting a character that no token contains, usually a space, after the first character of each.
 
-    No token can lie across that character, so breaking one up never makes another, and one pass over the text is enough: every
-    place where a token begins is broken there, also where tokens overlap. A token of one character is replaced.
+    No token can span that character, so one pass is enough, even if tokens overlap. A token of one character is replaced.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -26,7 +25,7 @@ class ControlTokenEscaper:
         self._pattern = re.compile(_first_characters(known)) if known else None
 
     def escape(self, text: str) -> str:
-        """Text without a token in it; one that holds none is unchanged. Takes time proportional to the text's length."""
+        """Returns the text without any of the tokens, in time linear in its length."""
         return text if self._pattern is None else self._pattern.sub(self._broken, text)
 
     def _broken(self, match: re.Match[str]) -> str:
@@ -34,13 +33,13 @@ class ControlTokenEscaper:
 
 
 def _unused(used: set[str]) -> Iterator[str]:
-    """Characters that no token holds: those that read best come first."""
+    """Characters that no token contains, the most readable ones first."""
     yield from (character for character in _SEPARATORS if character not in used)
     yield from (chr(number) for number in _PRIVATE if chr(number) not in used)
 
 
 def _first_characters(tokens: set[str]) -> str:
-    """A pattern of the character with which a token begins, where one does."""
+    """A pattern that matches the first character of each token."""
     rests: dict[str, set[str]] = {}
     for token in tokens:
         rests.setdefault(token[0], set()).add(token[1:])
@@ -49,7 +48,7 @@ def _first_characters(tokens: set[str]) -> str:
 
 
 def _any_of(texts: set[str]) -> str:
-    """A pattern of the shortest of `texts` at a place. What they begin with alike is looked at once, so that many cost as little as one."""
+    """A pattern for the shortest matching text. Common prefixes are factored out, so that many texts cost as little as one."""
     if "" in texts:
         return ""
     branches: dict[str, set[str]] = {}
@@ -59,7 +58,7 @@ def _any_of(texts: set[str]) -> str:
 
 
 def _stem(first: str, rests: set[str]) -> str:
-    """One branch: the characters up to where its texts part."""
+    """The pattern of one branch: the common prefix of its texts, then the alternatives."""
     stem = first
     while "" not in rests and len({rest[0] for rest in rests}) == 1:
         stem += next(iter(rests))[0]

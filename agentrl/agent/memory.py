@@ -1,69 +1,58 @@
-"""The tools of a run's memory: `note` and `recall`. What they keep is the episode's, on the host (`agentrl.protocols.EpisodeMemory`)."""
+"""The tools of a run's memory: `note` and `recall`. They use the episode's memory on the host (`agentrl.protocols.EpisodeMemory`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentrl.agent.tools import Tool, ToolOutcome
-from agentrl.agent.typed import TypedTool, tool, typed_tool
-from agentrl.protocols import EpisodeMemory, Sandbox
-from agentrl.records import Limits
+from agentrl.agent.typed import tool, typed_tool
+from agentrl.protocols import EpisodeMemory
 
 NOTE, RECALL = "note", "recall"
 
 
 class Notebook:
-    """Its methods are the tools, of one episode."""
+    """The memory of one episode. Its methods are the tools."""
 
     def __init__(self, memory: EpisodeMemory) -> None:
         self._memory = memory
 
     @tool
     def note(self, text: str) -> ToolOutcome:
-        """Keep a note for later tasks like this one. It is all that remains of this one.
+        """Keep a note for later tasks like this one. Nothing else of this task is kept.
 
         Args:
-            text: what would have helped you, had you known it before
+            text: what would have helped you in this task
         """
         return _outcome(NOTE, self._memory.note(text))
 
     @tool(together=True)
     def recall(self, query: str = "") -> ToolOutcome:
-        """Show notes that were kept in earlier tasks like this one. Nobody has checked them.
+        """Show notes from earlier tasks like this one. They were not checked.
 
         Args:
-            query: words to look for; empty for the newest notes
+            query: words to search for; empty for the newest notes
         """
         return _outcome(RECALL, self._memory.recall(query))
 
 
-_METHODS = tuple(typed_tool(one, method=True) for one in (Notebook.note, Notebook.recall))
-SCHEMAS: tuple[Mapping[str, Any], ...] = tuple(one.schema for one in _METHODS)
-"""What an agent is told of the tools that it has beside those of its task."""
-
-
-class MemoryTool:
-    """One of the tools, in one episode."""
-
-    needs_sandbox = False
-
-    def __init__(self, method: TypedTool, notebook: Notebook) -> None:
-        self.name, self.schema = method.name, method.schema
-        self.bounds, self.together = method.bounds, method.together
-        self._method = method
-        self._notebook = notebook
-
-    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        return await self._method.call(getattr(self._notebook, self.name), arguments, sandbox, limits)
+_METHODS = tuple(typed_tool(method, method=True) for method in (Notebook.note, Notebook.recall))
+SCHEMAS: tuple[Mapping[str, Any], ...] = tuple(method.schema for method in _METHODS)
+"""The schemas of the tools, which an agent has in addition to those of its task."""
 
 
 def memory_tools(memory: EpisodeMemory) -> tuple[Tool, ...]:
-    """The tools of an episode that has a memory."""
+    """Returns the tools of an episode that has a memory."""
     notebook = Notebook(memory)
-    return tuple(MemoryTool(method, notebook) for method in _METHODS)
+
+    async def owner() -> Notebook:
+        return notebook
+
+    return tuple(replace(method, owner=owner) for method in _METHODS)
 
 
-def _outcome(name: str, told: tuple[bool, str]) -> ToolOutcome:
-    ok, text = told
+def _outcome(name: str, result: tuple[bool, str]) -> ToolOutcome:
+    ok, text = result
     return ToolOutcome(output=text if ok else f"error: {name}: {text}", ok=ok)

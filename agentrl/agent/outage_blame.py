@@ -1,9 +1,9 @@
 """Decides whether the call of one episode provoked a tool's outage, from how the tool answered other calls.
 
-An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. So an agent that can cause outages
-with its arguments could choose which of its episodes count. Evidence of an outage therefore comes from calls of other episodes. "Later
-calls" are those that ended after the call had failed (for a late call: after it was made; for a retried episode: after its first outage).
-The first rule that applies decides:
+An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. An agent that can cause outages with
+its arguments could therefore choose which of its episodes count. So evidence of an outage comes from calls of other episodes. "Later calls"
+are those that ended after the call had failed (for a late call: after it was made; for a retried episode: after its first outage). The
+first rule that applies decides:
 
 1. In later calls, the tool has failed at least `FEW` other episodes, and answered less than the share `UP`: it is down.
 2. The tool has never answered an attempt at this task, and has failed another attempt at it: it is down for this task.
@@ -23,14 +23,14 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 MAX_CALLS_PER_TOOL = 512
-"""The newest calls that are kept for each tool."""
-KEPT_EPISODES = 4096
-"""The newest episodes whose first outage is kept."""
-KEPT_TOOLS = 1024
+"""The newest calls that are recorded for each tool."""
+MAX_EPISODES = 4096
+"""The newest episodes whose first outage is recorded."""
+MAX_TOOLS = 1024
 UP = 0.25
 """Share of other episodes that a tool must have answered to count as up. Otherwise it is down, whatever the cause, and the run pauses."""
 FEW = 2
-"""One other failure proves nothing: another agent may have provoked it."""
+"""Failed episodes that prove something: another agent may have provoked a single failure."""
 SEEN_DOWN = 4
 """A tool that has failed this many other episodes and answered none is down, without further waiting."""
 ONE_IN = 32
@@ -47,6 +47,7 @@ class Caller:
 
     @property
     def episode(self) -> str:
+        """The episode's id, without the number of the attempt."""
         return _ATTEMPT.sub("", self.attempt)
 
 
@@ -60,7 +61,7 @@ class _Call:
 
 
 class CallRecord:
-    """The newest calls of the tools of one run, by the tool's name. Use it from one event loop."""
+    """The newest calls of a run's tools, by the tool's name. Use it from one event loop."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -76,7 +77,7 @@ class CallRecord:
         """Records an outage and returns its case. `since`: for a late call, the value of `ended` when the call was made."""
         call, key = self._add(tool, caller, ok=False), (tool, caller.episode)
         first, attempt = self._first.setdefault(key, (call.number, caller.attempt))
-        while len(self._first) > KEPT_EPISODES:
+        while len(self._first) > MAX_EPISODES:
             self._first.popitem(last=False)
         again = attempt != caller.attempt
         return OutageCase(self._calls[tool], call, since=first if again else call.number if since is None else since, again=again)
@@ -85,7 +86,7 @@ class CallRecord:
         self.ended += 1
         calls = self._calls.setdefault(tool, deque(maxlen=MAX_CALLS_PER_TOOL))
         self._calls.move_to_end(tool)
-        while len(self._calls) > KEPT_TOOLS:
+        while len(self._calls) > MAX_TOOLS:
             self._calls.popitem(last=False)
         calls.append(_Call(number=self.ended, episode=caller.episode, task=caller.task, ok=ok))
         return calls[-1]
@@ -102,35 +103,36 @@ class OutageCase:
     @property
     def contested(self) -> bool:
         """Whether other calls can change the decision: the tool has answered a call, or has failed only a few other episodes so far."""
-        return any(one.ok for one in self._calls) or len({one.episode for one in self._others()}) < SEEN_DOWN
+        return any(call.ok for call in self._calls) or len({call.episode for call in self._others()}) < SEEN_DOWN
 
     def withdraw(self) -> None:
-        """Removes the call from the record, because it is no evidence about the tool."""
+        """Removes the call from the record, because it is not evidence about the tool."""
         if self._call in self._calls:
             self._calls.remove(self._call)
 
     def provoked(self, *, sure: bool) -> bool:
         """Whether the call provoked the outage. `sure`: whether the same call has failed repeatedly, or got no answer in time."""
         task, others = self._call.task, self._others()
-        after = [one for one in self._calls if one.number > self._since and (one.ok or one.episode != self._call.episode)]
-        seen = {one.episode: one.ok for one in after}  # the newest call of each
+        later = [call for call in self._calls if call.number > self._since and (call.ok or call.episode != self._call.episode)]
+        seen = {call.episode: call.ok for call in later}  # the newest call of each
         up = sum(seen.values())
         if len(seen) >= FEW and up < UP * len(seen):  # so at least FEW have failed
             return False
-        answers_here = any(one.ok and one.task == task for one in self._calls)
-        if not answers_here and any(one.task == task for one in others):
-            self.note = "; it answers attempts at other tasks, and none at this one" if any(one.ok for one in others) else ""
+        answers_here = any(call.ok and call.task == task for call in self._calls)
+        answers_others = any(call.ok for call in others)
+        if not answers_here and any(call.task == task for call in others):
+            self.note = "; it answers attempts at other tasks, but none at this one" if answers_others else ""
             return False
         if up and answers_here and (sure or self._again):
             return True
-        if not any(one.ok for one in others) or (not up and self._failed_since() >= FEW):
+        if not answers_others or (not up and self._failed_since() >= FEW):
             return False
         return not self._allowed()
 
     def _allowed(self) -> bool:
         """Whether the infrastructure may be blamed for an outage that no other call shows. If so, counts the episode."""
-        spent = {one.episode for one in self._calls if one.alone}
-        answered = {one.episode for one in self._calls if one.ok}
+        spent = {call.episode for call in self._calls if call.alone}
+        answered = {call.episode for call in self._calls if call.ok}
         if self._call.episode not in spent and len(spent) > len(answered) // ONE_IN:
             return False
         self._call.alone = True
@@ -140,11 +142,11 @@ class OutageCase:
     def _failed_since(self) -> int:
         """The number of other episodes that the tool has failed since it answered one."""
         failed = set[str]()
-        for one in reversed(self._others()):
-            if one.ok:
+        for call in reversed(self._others()):
+            if call.ok:
                 break
-            failed.add(one.episode)
+            failed.add(call.episode)
         return len(failed)
 
     def _others(self) -> list[_Call]:
-        return [one for one in self._calls if one.episode != self._call.episode]
+        return [call for call in self._calls if call.episode != self._call.episode]

@@ -1,4 +1,4 @@
-"""Messages through a chat template: as text, and as the ids of that text."""
+"""Renders messages with a chat template, as text and as token ids."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from agentrl.errors import UserError
 from agentrl.records import Message
 
 THINK = ("<think>", "</think>")
-"""Around what the model thought, in the content of a message, whatever the model's own marks are."""
+"""Marks of the reasoning in the content of a message, whatever marks the model writes."""
 
 RENDER_S = 10.0
-"""Seconds of CPU time that a template may take to render one conversation."""
+"""CPU seconds to render one conversation."""
 
 NO_ID = "0" * 9
-"""The id of a call that the model gave none; 9 letters or digits, as Mistral's template demands."""
+"""Id of a call without an id; 9 letters or digits, as Mistral's template requires."""
 
 OTHER = f"set policy.chat_template ({', '.join(SHIPPED_TEMPLATES)}, or a file)"
-"""What to do about a template that cannot be used."""
+"""The fix for an unusable template."""
 
 _SAMPLE = " a\n\n  b\tC\u00e9\u00e9 12345 <a|b> \u4e2d\u6587 \U0001f600\u200d "
 _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
@@ -32,7 +32,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that chats need."""
+    """The part of a Hugging Face tokenizer that chat formats need."""
 
     chat_template: Any
     eos_token: Any
@@ -42,26 +42,25 @@ class Tokenizer(Protocol):
     all_special_ids: list[int]
     added_tokens_decoder: dict[int, Any]
 
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Renders messages in the form of chat completions."""
 
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """Returns the ids of a text."""
 
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """Returns the text of ids."""
 
 
 class _TooLong(Exception):
-    """A rendering has exceeded its CPU time: a template may behave differently on messages that its test did not include."""
-
-
-def _too_long() -> _TooLong:
-    return _TooLong(f"it takes more than {RENDER_S:g} s of CPU time")
+    """A rendering exceeded its CPU time: a template may behave differently on messages that its test did not include."""
 
 
 class Renderer:
-    """A tokenizer's chat template, and the form of messages that it takes.
+    """A tokenizer's chat template, and the form of messages that it accepts.
 
-    `arguments_as_text` is set if it takes the arguments of a call as JSON text only, and `results_as_user` if it has no tool messages:
-    tool results are then in the user's turn between two turns of the assistant.
+    `arguments_as_text` is set if the template accepts the arguments of a call only as JSON text, and `results_as_user` if it has no tool
+    messages, so that tool results are in a user turn.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -76,10 +75,10 @@ class Renderer:
         self.knows_thinking = bool(self.thinking_key) or THINK[1] in template
 
     def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = ()) -> str:
-        """A conversation up to where the next turn of the assistant begins. Raises `UserError` for what the template does not take."""
-        tools = [dict(s) for s in schemas] or None
+        """Renders a conversation up to the start of the next assistant turn. Raises `UserError` if the template rejects it."""
+        tools = [dict(schema) for schema in schemas] or None
         try:
-            with deadline_alarm(RENDER_S, _too_long, cpu=True):
+            with deadline_alarm(RENDER_S, lambda: _TooLong(f"it takes more than {RENDER_S:g} s of CPU time"), cpu=True):
                 return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)
@@ -88,16 +87,17 @@ class Renderer:
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:
+        """Returns the ids of a text, without special tokens around it."""
         return tuple(self._encode(text))
 
     def said(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, control tokens included."""
+        """Returns the text of sampled ids, with control tokens."""
         if not ids:
             return ""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """As a template takes them. Calls get ids, and what tools gave gets the ids of the calls before it, in order."""
+        """Converts messages to the form of chat completions. Calls get ids, and tool results the ids of the calls before them."""
         chats: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
         count = 0
@@ -116,7 +116,7 @@ class Renderer:
                 chat["tool_calls"] = [
                     self.call(call.name, call.arguments, number) for call, (number, _) in zip(message.tool_calls, waiting, strict=True)
                 ]
-            if results and self.results_as_user and message.role == "user":  # the roles of such templates alternate
+            if results and self.results_as_user and message.role == "user":  # such templates require alternating roles
                 chat["content"] = f"{self.results(results)[0]['content']}\n{message.content}"
                 results = []
             chats += [*self.results(results), chat]
@@ -124,27 +124,27 @@ class Renderer:
         return chats + self.results(results)
 
     def results(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Consecutive tool messages in the form that the template takes."""
+        """Returns consecutive tool messages in the form that the template accepts."""
         if not self.results_as_user or not messages:
             return [dict(message) for message in messages]
         shown = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
         return [{"role": "user", "content": shown}]
 
     def call(self, name: str, arguments: Mapping[str, Any], number: str = NO_ID) -> dict[str, Any]:
-        """A tool call as templates take it."""
+        """Returns a tool call in the form that the template accepts."""
         given: Any = json.dumps(arguments, ensure_ascii=False) if self.arguments_as_text else dict(arguments)
         return {"id": number, "type": "function", "function": {"name": name, "arguments": given}}
 
     def _thought(self, content: str) -> dict[str, Any]:
-        """What was thought, apart from the rest, for a template that takes it apart."""
-        found = _THOUGHT.fullmatch(content) if self.thinking_key else None
-        return {} if found is None else {self.thinking_key: found[1], "content": found[2]}
+        """The reasoning and the rest as separate keys, for a template that has a key for the reasoning."""
+        match = _THOUGHT.fullmatch(content) if self.thinking_key else None
+        return {} if match is None else {self.thinking_key: match[1], "content": match[2]}
 
 
 def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """Text to its ids, without what begins and ends a document: past the wrapper of `transformers` where that gives the same ids.
+    """Returns a function from text to ids, without special tokens around it.
 
-    The wrapper takes a third of the time of a turn's encoding, and has offsets made that nobody reads.
+    It bypasses the wrapper of `transformers`, which takes a third of the time of encoding a turn, if that gives the same ids.
     """
 
     def wrapped(text: str) -> list[int]:
@@ -163,5 +163,5 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def tool_message(content: str, *, name: str = "tool", number: str = NO_ID) -> dict[str, Any]:
-    """What a tool gave, as templates take it; a name that is more than a word is left out, since the policy wrote it."""
+    """Returns a tool result as a message for templates. A name that is not a plain word is replaced, because the policy wrote it."""
     return {"role": "tool", "name": name if _SAFE_NAME.fullmatch(name) else "tool", "tool_call_id": number or NO_ID, "content": content}

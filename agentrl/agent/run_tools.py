@@ -15,8 +15,7 @@ from agentrl.agent.mcp.messages import InvalidMessage, ServerError
 from agentrl.agent.mcp.servers import MCP_PREFIX, RunTools, Server, ServerConnection
 from agentrl.agent.mcp.tool_list import ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.agent.mcp.transports import Unanswered
-from agentrl.agent.tools import Bounds
-from agentrl.agent.wording import ToolWording
+from agentrl.agent.tools import Bounds, ToolWording
 from agentrl.base.files import write_atomically
 from agentrl.base.liveness import AnswerLiveness
 from agentrl.config.recipe import DelegationConfig, ToolsConfig

@@ -1,7 +1,7 @@
-"""Chat templates that ship, by word, and those in files; and a stranger's template tried within bounds before anything relies on it.
+"""Reads chat templates, and tests user-supplied templates and tokenizers within bounds before they are used.
 
-A template is a program in Jinja. transformers runs it in an environment that reaches nothing outside of it, but that sets no bound on its
-time or memory: `probe_template` does, in a process of its own.
+A template is a Jinja program. transformers runs it in a sandboxed environment that does not bound its time or memory. `probe_template`
+bounds both, in a separate process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from agentrl.base.processes import import_environment
 from agentrl.errors import UserError
 
 SHIPPED_TEMPLATES = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
-"""Words for templates in `agentrl/agent/templates/`. None has a system message of its own."""
-
+"""Names of the templates in `agentrl/agent/templates/`. None adds a system message."""
 MAX_BYTES = 1 << 18
-"""Bytes of a template's file; the longest of well-known models have a twentieth of it."""
-
+"""Bytes of a template file: twenty times the longest one of well-known models."""
 MAX_RENDERED = 1 << 20
-"""Maximum characters of a rendered short conversation."""
+"""Characters of a rendered short conversation."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _ROOT = Path(__file__).resolve().parents[2]
 _CPU_S = 10
-_LOAD_S = 60  # of CPU time to load a tokenizer: 20 times what 262,000 tokens with 514,000 merges take on a slow core
-_WALL_S = 300  # on a machine that is busy with something else
+_LOAD_S = 60  # CPU seconds to load a tokenizer: 20 times what 262,000 tokens with 514,000 merges take on a slow core
+_WALL_S = 300  # on a busy machine
 _MEMORY_BYTES = 4 << 30
 _CHILD = "from agentrl.agent.template import _child; _child()"
 _TOO_MUCH, _GAVE_UP = 3, 4  # exit statuses
@@ -50,11 +48,11 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
     },
 }
-"""A schema as tools have it, for trials."""
+"""A tool schema for tests of templates."""
 
 
 def read_template(name: str, root: Path) -> str:
-    """The text of a shipped template by its word, or of a file relative to `root`. Raises `UserError`."""
+    """Returns the text of a shipped template by its name, or of a file relative to `root`. Raises `UserError`."""
     if name in SHIPPED_TEMPLATES:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
@@ -63,23 +61,23 @@ def read_template(name: str, root: Path) -> str:
     except (OSError, ValueError):
         raise UserError(
             f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED_TEMPLATES)}) nor a file",
-            fix=f"name one of them, or make {path}",
+            fix=f"use one of them, or create {path}",
         ) from None
     if content is None:
-        raise UserError(f"{path} is no chat template: it has more than {MAX_BYTES >> 10} KiB", fix="give the template alone")
+        raise UserError(f"{path} is not a chat template: it has more than {MAX_BYTES >> 10} KiB", fix="save only the template in it")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no chat template: {error}", fix="save it as UTF-8") from None
+        raise UserError(f"{path} is not a chat template: {error}", fix="save it as UTF-8") from None
     if not text.strip():
-        raise UserError(f"{path} is empty", fix="write a Jinja template into it, as in tokenizer_config.json of an instruction-tuned model")
+        raise UserError(f"{path} is empty", fix="copy a Jinja template from tokenizer_config.json of an instruction-tuned model")
     return text
 
 
 def select_template(given: Any) -> Any:
-    """The template of a tokenizer. Of several named templates, it is the one for tools, else the default.
+    """Returns the template of a tokenizer. Of several named templates, it is the one for tools, else the default.
 
-    One conversation must be rendered by one template, but `transformers` would choose by the tools of each rendering.
+    `transformers` would choose by the tools of each rendering, but a conversation must be rendered with one template.
     """
     return given.get("tool_use") or given.get("default") if isinstance(given, Mapping) else given
 
@@ -87,8 +85,8 @@ def select_template(given: Any) -> Any:
 def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     """Renders conversations of many shapes with a template in a separate process.
 
-    Raises `UserError` for one that takes more than `cpu_s` seconds of CPU time, too much memory, or writes too much. What else may be
-    wrong with a template `agentrl.agent.ChatFormat` tells, which may be made of it after this.
+    Raises `UserError` if it takes more than `cpu_s` seconds of CPU time or too much memory, or writes too much. `ChatFormat` reports other
+    errors of the template later.
     """
     _try(text, None, cpu_s)
 
@@ -96,10 +94,10 @@ def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:
 def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
     """Loads the tokenizer of a model in a separate process, encodes and decodes texts, and tests its template, or `text`.
 
-    Raises `UserError` as `probe_template`, and for a tokenizer that exceeds the bounds or makes its library fail. Loading it has a bound of
-    its own, because a large vocabulary takes seconds. The later load reports all other errors of the tokenizer.
+    Loading has a separate bound, because a large vocabulary takes seconds. The same files are tested once per process.
 
-    The same files are tried once in a process.
+    Raises:
+        UserError: as `probe_template`, or the tokenizer exceeds the bounds or crashes. Loading it later reports all other errors.
     """
     key = (_content(Path(folder)), text, cpu_s)
     if key not in _PASSED:
@@ -114,22 +112,22 @@ def _content(folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
-    what = "the chat template" if folder is None else f"the tokenizer in {folder}, or its chat template,"
-    code, said = _tried(text, folder, cpu_s)
+    subject = "the chat template" if folder is None else f"the tokenizer in {folder}, or its chat template,"
+    code, errors = _run_child(text, folder, cpu_s)
     if code == _GAVE_UP:
-        raise UserError(f"the tokenizer in {folder} cannot be used: {said[-500:]}", fix="use another model, or download it again")
+        raise UserError(f"the tokenizer in {folder} cannot be used: {errors}", fix="use another model, or download it again")
     if code is not None and code > 0 and code != _TOO_MUCH:
-        raise UserError(f"{what} could not be tried: {said[-500:]}", fix="report this as a bug")
+        raise UserError(f"{subject} could not be tested: {errors}", fix="report this as a bug")
     if code != 0:
         load = "" if folder is None else f"{_LOAD_S} s of CPU time to load it, then "
         bounds = f"{load}{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"
-        raise UserError(f"{what} does not end within bounds ({bounds})", fix="use another template, such as hermes, or another model")
+        raise UserError(f"{subject} does not end within bounds ({bounds})", fix="use another template, such as hermes, or another model")
 
 
-def _tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
-    """Runs the test process. Returns its exit status, or None if it did not end, and its error text."""
+def _run_child(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
+    """Runs the test process. Returns its exit status, or None if it did not end, and the end of its error text."""
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             [sys.executable, "-P", "-c", _CHILD],  # -P: imports nothing from the current folder, which may be hostile
             input=json.dumps([text, folder, cpu_s]).encode(),
             capture_output=True,
@@ -138,7 +136,7 @@ def _tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | No
         )
     except subprocess.TimeoutExpired:
         return None, ""
-    return done.returncode, done.stderr.decode(errors="replace")
+    return child.returncode, child.stderr.decode(errors="replace")[-500:]
 
 
 def _child() -> None:
@@ -146,18 +144,16 @@ def _child() -> None:
 
 
 def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
-    """Runs the test in its process. Returns even if template or tokenizer raise; exits with `_TOO_MUCH` or `_GAVE_UP`, or is killed."""
+    """Runs the test in the current process. Returns if template or tokenizer raise; exits with `_TOO_MUCH` or `_GAVE_UP`, or is killed."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     load = None
     if folder is not None:
-        from agentrl.agent.pretrained import auto_tokenizer
-
         load = auto_tokenizer().from_pretrained
     _bound(cpu_s, _LOAD_S if load is not None else 0)
     try:
         tokenizer = None if load is None else load(folder, trust_remote_code=False)
-        _bound_time(cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         text = text or (None if tokenizer is None else select_template(tokenizer.chat_template))
         if isinstance(text, str):
             _render_all(render_jinja_template, text)
@@ -175,20 +171,14 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
 
 
 def _bound(cpu_s: float, load_s: float) -> None:
-    """Bounds the further CPU time and memory of this process, in addition to what its imports have used. Loading a tokenizer may take
-    `load_s`, until `_bound_time` is called again."""
-    _bound_time(load_s or cpu_s)
+    """Bounds the additional CPU time and memory of this process. The timer first allows `load_s`, for loading a tokenizer."""
+    signal.setitimer(signal.ITIMER_PROF, load_s or cpu_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     bound = math.ceil(used.ru_utime + used.ru_stime + load_s + cpu_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (bound, bound + 1))
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, taken + _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _bound_time(cpu_s: float) -> None:
-    """Has a signal end this process after this much further CPU time."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def _render_all(render: Callable[..., tuple[list[str], Any]], text: str) -> None:
@@ -217,12 +207,32 @@ def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]
     call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
     user: dict[str, Any] = {"role": "user", "content": "-"}
     tool: dict[str, Any] = {"role": "tool", "content": "1"}
-    said: dict[str, Any] = {"role": "assistant", "content": "-"}
-    called = {**said, "tool_calls": [call]}
+    answer: dict[str, Any] = {"role": "assistant", "content": "-"}
+    called = {**answer, "tool_calls": [call]}
     for count in (*range(1, 13), 40, 200):
         rounds = [user, *[called, tool] * count][:count]
         yield rounds, None
         yield [{"role": "system", "content": "-"}, *rounds], [TOOL]
-        yield [user, said] * count, None
+        yield [user, answer] * count, None
     long = {"role": "user", "content": "a long text, \u00e9\n" * 2000}
     yield [long, called, {**tool, "content": long["content"]}], [TOOL] * 40
+
+
+def auto_tokenizer() -> Any:
+    """Returns transformers' `AutoTokenizer`.
+
+    Its import loads `GenerationMixin`, which imports compilers, scikit-learn and pandas: three of four seconds of CPU time. Only models
+    with custom code need that class, and none are loaded here, so an empty class replaces it during the import.
+    """
+    import transformers.generation
+
+    lazy: Any = transformers.generation
+    if "transformers.models.auto.auto_factory" in sys.modules or "GenerationMixin" in vars(lazy):
+        from transformers import AutoTokenizer
+    else:
+        lazy.GenerationMixin = type("GenerationMixin", (), {})
+        try:
+            from transformers import AutoTokenizer
+        finally:
+            del lazy.GenerationMixin
+    return AutoTokenizer

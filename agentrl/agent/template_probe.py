@@ -1,7 +1,7 @@
-"""How a chat template goes on: what it puts between two turns of the assistant, and the proof that it only ever adds to a conversation.
+"""Probes a chat template: its form of tool calls, its text between two assistant turns, and whether it only appends to a conversation.
 
-Nothing about a model is taken on trust. The form of its tool calls is the one whose reader gives back what the template writes, and
-a template is extended by deltas only where random conversations, rendered whole, are what the deltas add up to, as text and as ids.
+Nothing about a model is assumed. The form of its tool calls is the one whose reader returns the calls that the template wrote. A template
+is extended by deltas only if random conversations, rendered in full, equal the sum of their deltas, as text and as ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.agent.rendering import NO_ID, OTHER, THINK, Renderer, tool_message
 from agentrl.errors import UserError
 from agentrl.records import Message, ToolCall
 
-MARK = "\ue000assistant turn\ue000"  # private-use characters: found again in a rendered template, never in real text
+MARK = "\ue000assistant turn\ue000"  # private-use characters, which real text does not contain
 SHOWN = ("\ue000first output\ue000", "\ue000second output\ue000")
 
 _USER = {"role": "user", "content": "-"}
@@ -31,7 +31,7 @@ TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {key: {"type": kind} for key, kind in _KINDS.items()}, "required": ["code"]},
     },
 }
-"""A tool with arguments of every kind, for proofs."""
+"""A tool with arguments of every JSON type, for probes."""
 
 _TEXTS = (
     "print('\u00e9')",
@@ -45,36 +45,33 @@ _TEXTS = (
 
 
 def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
-    """The control tokens that the template writes directly after the assistant's text, if a user or a tool's result follows.
+    """Returns the control tokens that the template writes directly after the assistant's text, if a user message or tool result follows.
 
     If there are several, a turn ends with the first token of the next turn.
     """
-    found: list[str] = []
+    ends: list[str] = []
     for following in (_USER, tool_message(SHOWN[0])):
         with suppress(UserError):  # the template may not accept such a conversation
             _, _, rest = renderer.text([_USER, {"role": "assistant", "content": MARK}, following]).partition(MARK)
-            found += sorted((token for token in control if token and rest.startswith(token)), key=len)[-1:]
-    return tuple(dict.fromkeys(found))
+            ends += sorted((token for token in control if token and rest.startswith(token)), key=len)[-1:]
+    return tuple(dict.fromkeys(ends))
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """Whether the template shows a call. Tries arguments as an object, then as text, and sets the working choice on the renderer."""
+    """Returns whether the template shows a call. Tries arguments as an object, then as text, and sets the working choice."""
     for as_text in (False, True):
         renderer.arguments_as_text = as_text
-        try:
-            text = renderer.text([_USER, _said(renderer, "tool"), *(tool_message(output) for output in SHOWN)])
-        except UserError:
-            continue
-        if MARK in text:
-            return True
+        with suppress(UserError):
+            if MARK in renderer.text([_USER, _calling_turn(renderer, "tool"), *(tool_message(output) for output in SHOWN)]):
+                return True
     renderer.arguments_as_text = False
     return False
 
 
 def puts_results_in_user_turn(renderer: Renderer) -> bool:
-    """Whether tool results must be part of a user message: the template raises an error on tool messages, or does not show them.
+    """Returns whether tool results must be part of a user message, and sets this choice on the renderer.
 
-    Sets this choice on the renderer. If the template shows them in neither way, the choice is tool messages.
+    They must if the template rejects or ignores tool messages, and shows such user messages.
     """
     results = [tool_message(output) for output in SHOWN]
 
@@ -89,21 +86,21 @@ def puts_results_in_user_turn(renderer: Renderer) -> bool:
     return renderer.results_as_user
 
 
-def _said(renderer: Renderer, name: str) -> dict[str, Any]:
-    call = renderer.call(name, {"code": MARK}, NO_ID)
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _calling_turn(renderer: Renderer, name: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [renderer.call(name, {"code": MARK}, NO_ID)]}
 
 
 class Seam:
-    """What a template puts between two turns of the assistant, which holds what tools gave.
-
-    Raises `UserError` on construction for a template that takes no such conversation, does not end a turn with one of `ends`, or
-    does not show each output once and in order.
+    """The text that a template puts between two assistant turns, with the tool outputs.
 
     Args:
         ends: texts of the tokens that may end a turn.
-        eos: the tokenizer's own, for messages.
+        eos: the tokenizer's eos token, for error messages.
         calls: whether the template shows calls (`shows_calls`).
+
+    Raises:
+        UserError: the template rejects such a conversation, does not end a turn with one of `ends`, or does not show each output once and
+            in order.
     """
 
     def __init__(self, renderer: Renderer, ends: Collection[str], *, eos: str, calls: bool) -> None:
@@ -114,49 +111,51 @@ class Seam:
         delta = self.between(SHOWN)
         at = [delta.find(output) for output in SHOWN]
         if not 0 <= at[0] < at[1] or any(delta.count(output) > 1 for output in SHOWN):
-            raise UserError("policy.model: its chat template does not show what tools gave, each output once and in order", fix=OTHER)
+            raise UserError("policy.model: its chat template does not show tool outputs, each once and in order", fix=OTHER)
 
     def between(self, outputs: Sequence[str], names: Sequence[str] = (), numbers: Sequence[str] = ()) -> str:
-        """The text from the token that ends one turn, that token included, to the start of the next.
+        """Returns the text from the token that ends one turn, inclusive, to the start of the next turn.
 
         Args:
-            names: of the tools that gave the outputs, where a call was made; of the others there are none.
-            numbers: what the model called those calls, where its form has that.
+            names: tools of the first outputs. Outputs without a name are of the role "tool" only.
+            numbers: the model's ids of these calls, if its form has ids.
         """
-        given = [
+        results = [
             tool_message(output, name=names[n] if n < len(names) else "tool", number=numbers[n] if n < len(numbers) else NO_ID)
             for n, output in enumerate(outputs)
         ]
-        said = _said(self._renderer, given[0]["name"] if given else "tool") if self.shows_calls else {"role": "assistant", "content": MARK}
-        _, found, rest = self._renderer.text([_USER, said, *self._renderer.results(given)]).partition(MARK)
+        turn: dict[str, Any] = {"role": "assistant", "content": MARK}
+        if self.shows_calls:
+            turn = _calling_turn(self._renderer, results[0]["name"] if results else "tool")
+        _, mark, rest = self._renderer.text([_USER, turn, *self._renderer.results(results)]).partition(MARK)
         end = (self._ends.search if self.shows_calls else self._ends.match)(rest)
-        if not found or end is None:
+        if not mark or end is None:
             raise UserError(
                 f"policy.model: its chat template does not end an assistant turn with {self._eos!r}",
-                fix="tool-using rollouts need a template that puts the eos token, or another that ends turns, right after each assistant"
-                f" message: {OTHER}, or eos_token in tokenizer_config.json",
+                fix=f"{OTHER}, or set eos_token in tokenizer_config.json: an end-of-turn token must follow each assistant message",
             )
         return rest[end.start() :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateForm:
-    """The form of a template's calls, and what is known of it."""
+    """A template's form of tool calls, and what the probe observed."""
 
     form: CallForm
     seam: Seam
-    how: str  # for people: where the form was taken from
-    parallel: bool  # whether a turn may hold several calls
+    how: str  # how the form was selected, for people
+    parallel: bool  # whether a turn may contain several calls
     written: str  # turns as the template writes them
     ends: tuple[str, ...]  # tokens that the template writes after the assistant's text (`turn_ends`)
 
 
 def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> TemplateForm:
-    """The form in which the model is asked to call tools: the one of a name, or the one that reads what the template writes.
+    """Returns the form of tool calls: the one called `name`, or the one that reads what the template writes.
 
-    A turn ends with a token that the template writes there, the tokenizer's eos, or an end token of the form.
+    A turn ends with a token that the template writes there, the tokenizer's eos token, or an end token of the form.
 
-    Raises `UserError` for a name that there is not, for a form that does not read the template's calls, and as `Seam` does.
+    Raises:
+        UserError: as `Seam`, or the form is unknown or does not read the template's calls.
     """
     given = None if name is None else call_form(name)
     ends, calls = turn_ends(renderer, control), shows_calls(renderer)
@@ -167,116 +166,106 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
 
     if not calls:
         form = given or FORMS["hermes"]
-        how = "policy.tool_format" if given else "the template has no form for calls, and the task must ask for this one"
+        how = "policy.tool_format" if given else "the template has no form for calls; the task's prompt must describe this one"
         how += "; it has no tool messages, so tool results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
         return TemplateForm(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
-    single, double = _call(random.Random(0)), (_call(random.Random(1)), _call(random.Random(2)))
-    shown, unfit = "", None
+    single, pair = _random_call(random.Random(0)), (_random_call(random.Random(1)), _random_call(random.Random(2)))
+    shown, tool_problem = "", None
     for form in [given] if given else FORMS.values():
         try:
             seam = seam_of(form)
-            said = _written(renderer, seam, (single,))
+            text = _written(renderer, seam, (single,))
         except UserError as error:
-            unfit = unfit or error
+            tool_problem = tool_problem or error
             continue
-        shown = shown or ascii(said[:120])
-        reading = form.read(said, [TOOL])
-        if reading.calls == (single,) and not reading.errors:
-            more, parallel = _several(renderer, seam, form, double)
-            how = "policy.tool_format" if given else "read off the chat template"
-            return TemplateForm(form=form, seam=seam, how=how, parallel=parallel, written=said + more, ends=ends)
-    if unfit is not None and not shown:
-        raise unfit
+        shown = shown or ascii(text[:120])
+        if _reads(form, text, (single,)):
+            parallel = False
+            with suppress(UserError):  # the template may allow one call per turn
+                several = _written(renderer, seam, pair)
+                text, parallel = text + several, _reads(form, several, pair)
+            how = "policy.tool_format" if given else "detected from the chat template"
+            return TemplateForm(form=form, seam=seam, how=how, parallel=parallel, written=text, ends=ends)
+    if tool_problem is not None and not shown:
+        raise tool_problem
     if given:
         raise UserError(
             f"policy.tool_format={name} does not read the calls that the chat template writes: {shown}",
-            fix="leave it out, and the form is read off the template, or name another: " + ", ".join(FORMS),
+            fix=f"remove the setting to detect the form, or use one of {', '.join(FORMS)}",
         )
     raise UserError(
-        f"policy.model: no reader knows the tool calls that its chat template writes: {shown}",
+        f"policy.model: its chat template writes tool calls in an unknown form: {shown}",
         fix=f"known are {', '.join(FORMS)}: {OTHER} that writes one of them",
     )
 
 
-def _several(renderer: Renderer, seam: Seam, form: CallForm, calls: tuple[ToolCall, ...]) -> tuple[str, bool]:
-    """Several calls in one turn, as the template writes them; nothing where it takes one at a time."""
-    try:
-        said = _written(renderer, seam, calls)
-    except UserError:
-        return "", False
-    reading = form.read(said, [TOOL])
-    return said, reading.calls == calls and not reading.errors
+def _reads(form: CallForm, text: str, calls: tuple[ToolCall, ...]) -> bool:
+    reading = form.read(text, [TOOL])
+    return reading.calls == calls and not reading.errors
 
 
 def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str:
-    """A turn of calls alone, as the template writes it, up to the token that ends it."""
-    said = Message(role="assistant", content="", tool_calls=calls)
-    asked = [Message(role="user", content="-")]
+    """A turn with only these calls, as the template writes it, up to the token that ends it."""
+    user, turn = Message(role="user", content="-"), Message(role="assistant", content="", tool_calls=calls)
     outputs = [f"{SHOWN[0]}{n}" for n in range(len(calls))]
     results = [Message(role="tool", content=output) for output in outputs]
-    before = renderer.text(renderer.messages(asked))
-    whole = renderer.text(renderer.messages([*asked, said, *results]))
+    before = renderer.text(renderer.messages([user]))
+    full = renderer.text(renderer.messages([user, turn, *results]))
     delta = seam.between(outputs, [call.name for call in calls], [f"call{n:05d}" for n in range(len(calls))])
-    old, new = renderer.ids(before), renderer.ids(whole)  # not the texts, which may part within a token
-    same = next((n for n, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old))
+    old, new = renderer.ids(before), renderer.ids(full)  # not the texts, which may diverge within a token
+    same = next((n for n, (left, right) in enumerate(zip(old, new, strict=False)) if left != right), len(old))
     return renderer.said(new[same:]).removesuffix(delta)
 
 
 def rewrites(renderer: Renderer, seam: Seam, found: TemplateForm) -> str:
-    """Why a template cannot be extended exactly; empty where random conversations are what their parts add up to."""
+    """Returns why a template cannot be extended exactly; empty if random conversations equal the sum of their parts."""
     for seed in range(4):
-        if reason := _rewrites(renderer, seam, found, _beginning(renderer, seed), random.Random(seed)):
+        messages, schemas = _random_opening(renderer, seed)
+        if reason := _rewrites(renderer, seam, found, messages, schemas, random.Random(seed)):
             return reason
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Beginning:
-    """What a conversation begins with."""
-
-    messages: tuple[Message, ...]
-    schemas: tuple[Mapping[str, Any], ...]
-
-
-def _beginning(renderer: Renderer, seed: int) -> _Beginning:
-    """Every other one has a system message and tools, if the template takes such."""
-    asked = Message(role="user", content=_TEXTS[seed])
-    full = _Beginning(messages=(Message(role="system", content=_TEXTS[-1 - seed]), asked), schemas=(TOOL,))
+def _random_opening(renderer: Renderer, seed: int) -> tuple[list[Message], tuple[Mapping[str, Any], ...]]:
+    """The first messages of a conversation and its tools. Odd seeds have a system message and a tool, if the template accepts them."""
+    user = Message(role="user", content=_TEXTS[seed])
     if seed % 2:
+        messages = [Message(role="system", content=_TEXTS[-1 - seed]), user]
         with suppress(UserError):
-            renderer.text(renderer.messages(full.messages), full.schemas)
-            return full
-    return _Beginning(messages=(asked,), schemas=())
+            renderer.text(renderer.messages(messages), (TOOL,))
+            return messages, (TOOL,)
+    return [user], ()
 
 
-def _rewrites(renderer: Renderer, seam: Seam, found: TemplateForm, begun: _Beginning, draw: random.Random) -> str:
-    """One conversation of three rounds, rendered whole after each of them."""
-    messages = list(begun.messages)
-    before, calls_so_far = renderer.text(renderer.messages(messages), begun.schemas), 0
-    thinks = renderer.knows_thinking and not before.rstrip().endswith(THINK[1])  # else it is told that its thinking is over
+def _rewrites(
+    renderer: Renderer, seam: Seam, found: TemplateForm, messages: list[Message], schemas: Sequence[Mapping[str, Any]], draw: random.Random
+) -> str:
+    """Renders one conversation in full after each of three rounds."""
+    before, calls_so_far = renderer.text(renderer.messages(messages), schemas), 0
+    thinks = renderer.knows_thinking and not before.rstrip().endswith(THINK[1])  # otherwise the template disables reasoning
     for _ in range(3):
-        calls = tuple(_call(draw) for _ in range(draw.randint(1, 2) if found.parallel else 1)) if seam.shows_calls else ()
+        calls = tuple(_random_call(draw) for _ in range(draw.randint(1, 2) if found.parallel else 1)) if seam.shows_calls else ()
         thought = f"{draw.choice(_TEXTS)}{MARK}" if thinks and draw.random() < 0.7 else ""
         outputs = [draw.choice(_TEXTS) for _ in range(max(1, len(calls)))]
         text = "" if calls else draw.choice(_TEXTS)
         content = f"{THINK[0]}\n{thought}\n{THINK[1]}\n\n{text}" if thought else text
         messages += [Message(role="assistant", content=content, tool_calls=calls), *(Message(role="tool", content=o) for o in outputs)]
-        whole = renderer.text(renderer.messages(messages), begun.schemas)
+        full = renderer.text(renderer.messages(messages), schemas)
         delta = seam.between(outputs, [c.name for c in calls], [f"call{calls_so_far + n:05d}" for n in range(len(calls))])
         calls_so_far += len(calls)
-        if not whole.startswith(before):
-            return "it writes what came before anew when a turn is added"
-        if not whole.endswith(delta) or len(whole) < len(before) + len(delta):
-            return "what it puts between two turns depends on the turns before them"
-        if thought and thought not in whole[len(before) :]:
-            return "it leaves out what the model thought"
-        if renderer.ids(whole) != renderer.ids(whole[: -len(delta)]) + renderer.ids(delta):
-            return "the tokenizer makes other tokens of the end of one turn and the start of the next together than of each"
-        before = whole
+        if not full.startswith(before):
+            return "it rewrites earlier turns when a turn is added"
+        if not full.endswith(delta) or len(full) < len(before) + len(delta):
+            return "its text between two turns depends on earlier turns"
+        if thought and thought not in full[len(before) :]:
+            return "it drops the model's reasoning"
+        if renderer.ids(full) != renderer.ids(full[: -len(delta)]) + renderer.ids(delta):
+            return "the tokenizer merges tokens across the end of a turn"
+        before = full
     return ""
 
 
-def _call(draw: random.Random) -> ToolCall:
+def _random_call(draw: random.Random) -> ToolCall:
     arguments: dict[str, Any] = {
         "code": draw.choice(_TEXTS) + draw.choice(("", "\n")),
         "n": draw.randint(-9, 99),

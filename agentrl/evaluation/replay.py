@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat, delegation, load_tools
+from agentrl.agent.contexts import with_instructions
 from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_tools
-from agentrl.agent.wording import with_instructions
 from agentrl.base.error_text import one_line_error
 from agentrl.config.recipe import DelegationConfig, Recipe, RolloutConfig, load
 from agentrl.errors import ServingError, UserError

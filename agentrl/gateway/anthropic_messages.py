@@ -1,4 +1,4 @@
-"""Anthropic messages: a request read, an answer written, whole or as the events of a stream."""
+"""Anthropic Messages: parses requests and writes answers, at once or as a stream of events."""
 
 from __future__ import annotations
 
@@ -6,50 +6,28 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.request import (
-    EFFORTS,
-    MAX_BODY,
-    MAX_TOOLS,
-    Answer,
-    Check,
-    CompletionRequest,
-    RequestError,
-    RequestMessage,
-    call,
-    check_all,
-    choice_of,
-    fields,
-    flag,
-    function,
-    given,
-    integer,
-    listed,
-    mapping,
-    nothing_else,
-    one_of,
-    said,
-    split_system,
-    stops,
-    storable,
-    text,
-    whole,
-    within,
-)
+from agentrl.gateway import checks
+from agentrl.gateway.checks import Check, array, check_all, flag, known_fields, mapping, text, value_or
+from agentrl.gateway.request import MAX_BODY, MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
 from agentrl.gateway.schemas import Schemas
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
-    **{"temperature": within(0, 1), "top_p": within(0, 1), "top_k": integer},
-    **{"metadata": mapping, "service_tier": one_of("auto", "standard_only"), "inference_geo": text, "cache_control": mapping},
+    **{"temperature": checks.within(0, 1), "top_p": checks.within(0, 1), "top_k": checks.integer, "inference_geo": text},
+    **{"metadata": mapping, "service_tier": checks.one_of("auto", "standard_only"), "cache_control": mapping},
 }
 """Fields that are checked but have no effect."""
 
-NOTHING: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
-"""Fields that are taken where they ask for nothing."""
+INERT: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
+"""Fields whose values must have no effect."""
 
 FIELDS = (
     *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "thinking", "stream", "stop_sequences"),
-    *("context_management", "output_config", "output_format", *NOTHING, *HINTS),
+    *("context_management", "output_config", "output_format", *INERT, *HINTS),
+)
+_TOOL_FIELDS = (
+    *("type", "name", "description", "input_schema", "input_examples"),
+    *("cache_control", "strict", "eager_input_streaming", "defer_loading"),
 )
 _ERRORS = {
     "wrong_key": "authentication_error",
@@ -62,60 +40,58 @@ _ERRORS = {
     "too_many": "rate_limit_error",
     "failed": "api_error",
 }
-_CHOICE = ("type", "name", "disable_parallel_tool_use")
 _KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
-"""An edit of the context that leaves it as it is."""
+"""An edit of the context that does not change it."""
 
 
 def read(body: Any) -> CompletionRequest:
-    """Raises `RequestError`."""
+    """Parses a request. Raises `RequestError`."""
     if mapping(body, "the body").get("max_tokens") is None:
         raise RequestError("invalid", "max_tokens: Field required", param="max_tokens")
-    return _read(body)
+    return read_count(body)
 
 
 def read_count(body: Any) -> CompletionRequest:
-    """A request to count the tokens of a context. Raises `RequestError`."""
-    return _read(body)
-
-
-def _read(body: Any) -> CompletionRequest:
-    asked = fields(body, FIELDS)
-    nothing_else(asked, NOTHING)
-    check_all(asked, HINTS)
-    shape = _shape(asked)
-    system = given(asked.get("system"), "")
-    texts = [system] if isinstance(system, str) else [_text(one, f"system[{at}]") for at, one in enumerate(listed(system, "system"))]
-    offered = listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS)
-    tools = _Tools([_tool(one, f"tools[{at}]") for at, one in enumerate(offered)], [bool(one.get("defer_loading")) for one in offered])
-    entries = enumerate(listed(asked.get("messages"), "messages"))
-    heads, rest = split_system([one for at, value in entries for one in _messages(value, f"messages[{at}]", tools)])
-    choice = fields(given(asked.get("tool_choice"), {"type": "auto"}), _CHOICE, where="tool_choice")
+    """Parses a request, or a request to count the tokens of a context. Raises `RequestError`."""
+    fields = known_fields(body, FIELDS)
+    checks.check_inert(fields, INERT)
+    check_all(fields, HINTS)
+    shape = _shape(fields)
+    _check_context(fields)
+    system = value_or(fields.get("system"), "")
+    texts = [system] if isinstance(system, str) else [_text(part, f"system[{at}]") for at, part in enumerate(array(system, "system"))]
+    offered = array(value_or(fields.get("tools"), []), "tools", most=MAX_TOOLS)
+    tools = _Tools([_tool(tool, f"tools[{at}]") for at, tool in enumerate(offered)], [bool(tool.get("defer_loading")) for tool in offered])
+    entries = enumerate(array(fields.get("messages"), "messages"))
+    heads, rest = split_system([message for at, value in entries for message in _messages(value, f"messages[{at}]", tools)])
+    choice_fields = ("type", "name", "disable_parallel_tool_use")
+    choice = known_fields(value_or(fields.get("tool_choice"), {"type": "auto"}), choice_fields, "tool_choice")
     return CompletionRequest(
-        model=text(asked.get("model"), "model"),
-        system=tuple(one for one in (*texts, *heads) if one),
+        model=text(fields.get("model"), "model"),
+        system=tuple(filter(None, (*texts, *heads))),
         messages=rest,
         tools=tuple(tools.shown),
         loaded=tuple(tools.loaded.values()),
-        max_tokens=whole(asked.get("max_tokens"), "max_tokens"),
-        stream=flag(asked.get("stream"), "stream"),
-        **choice_of(choice.get("type"), choice.get("name"), [*tools.shown, *tools.loaded.values()], "tool_choice"),
+        max_tokens=checks.positive(fields.get("max_tokens"), "max_tokens"),
+        stream=flag(fields.get("stream"), "stream"),
+        **checks.tool_choice(choice.get("type"), choice.get("name"), [*tools.shown, *tools.loaded.values()], "tool_choice"),
         shape=shape,
         single=flag(choice.get("disable_parallel_tool_use"), "tool_choice.disable_parallel_tool_use"),
-        strict=frozenset(one["name"] for one in offered if one.get("strict")),
-        stop=stops(listed(given(asked.get("stop_sequences"), []), "stop_sequences"), "stop_sequences"),
-        options={"thinking": _thinks(asked.get("thinking"))},
+        strict=frozenset(tool["name"] for tool in offered if tool.get("strict")),
+        stop=checks.stop_sequences(array(value_or(fields.get("stop_sequences"), []), "stop_sequences"), "stop_sequences"),
+        options={"thinking": _shows_reasoning(fields.get("thinking"))},
     )
 
 
 def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
+    """Returns the body of an answer."""
     return {**_head(answer), "content": _blocks(answer, asked), **_stop(answer), "usage": _usage(answer)}
 
 
 def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
-    """The name and the data of each event."""
-    begun = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
-    yield "message_start", {"type": "message_start", "message": begun}
+    """Yields the name and the data of each event."""
+    start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
+    yield "message_start", {"type": "message_start", "message": start}
     for index, block in enumerate(_blocks(answer, asked)):
         empty, deltas = _pieces(block, answer)
         yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": empty}
@@ -127,47 +103,49 @@ def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]
 
 
 def error(refused: RequestError) -> dict[str, Any]:
+    """Returns the body of an error, to which the server adds the request's id."""
     kind = _ERRORS.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}, "request_id": None}
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
+    """Returns the list of models."""
     return {"data": [model(name) for name in names], "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def model(name: str) -> dict[str, Any]:
+    """Returns the description of a model."""
     return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
-def _shape(asked: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The JSON schema of the answer, if one is requested. Also checks other options that are objects."""
-    config = fields(given(asked.get("output_config"), {}), ("effort", "format"), where="output_config")
-    check_all(config, {"effort": one_of(*EFFORTS)}, "output_config")
-    _check_context(asked)
+def _shape(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The JSON schema of the answer, if one is requested."""
+    config = known_fields(value_or(fields.get("output_config"), {}), ("effort", "format"), "output_config")
+    check_all(config, {"effort": checks.one_of(*checks.EFFORTS)}, "output_config")
     where = "output_format" if config.get("format") is None else "output_config.format"  # the former is the older one
-    value = given(config.get("format"), asked.get("output_format"))
+    value = value_or(config.get("format"), fields.get("output_format"))
     if value is None:
         return None
-    about = fields(value, ("type", "schema"), where=where)
-    one_of("json_schema")(about.get("type"), f"{where}.type")
+    about = known_fields(value, ("type", "schema"), where)
+    checks.one_of("json_schema")(about.get("type"), f"{where}.type")
     return Schemas().rebuilt(about.get("schema"), f"{where}.schema")
 
 
-def _check_context(asked: Mapping[str, Any]) -> None:
-    context = fields(given(asked.get("context_management"), {}), ("edits",), where="context_management")
-    for at, edit in enumerate(listed(given(context.get("edits"), []), "context_management.edits")):
+def _check_context(fields: Mapping[str, Any]) -> None:
+    context = known_fields(value_or(fields.get("context_management"), {}), ("edits",), "context_management")
+    for at, edit in enumerate(array(value_or(context.get("edits"), []), "context_management.edits")):
         if edit != _KEEPS_ALL:
             where = f"context_management.edits[{at}]"
             raise RequestError(
-                "unsupported", f"{where}: the context is kept as it was sampled; only {_KEEPS_ALL} is supported.", param=where
+                "unsupported", f"{where}: the sampled context cannot be edited; only {_KEEPS_ALL} is supported.", param=where
             )
 
 
-def _thinks(value: Any) -> bool:
+def _shows_reasoning(value: Any) -> bool:
     """Whether the answer shows the reasoning. The policy decides how much it reasons."""
-    about = fields(given(value, {}), ("type", "budget_tokens", "display"), where="thinking")
-    whole(about.get("budget_tokens"), "thinking.budget_tokens")
-    check_all(about, {"type": one_of("enabled", "adaptive", "disabled"), "display": one_of("summarized", "updates", "omitted")}, "thinking")
+    about = known_fields(value_or(value, {}), ("type", "budget_tokens", "display"), "thinking")
+    kinds, displays = checks.one_of("enabled", "adaptive", "disabled"), checks.one_of("summarized", "updates", "omitted")
+    check_all(about, {"type": kinds, "display": displays, "budget_tokens": checks.positive}, "thinking")
     return about.get("type") in ("enabled", "adaptive") and about.get("display") != "omitted"
 
 
@@ -186,9 +164,9 @@ def _blocks(answer: Answer, asked: CompletionRequest) -> list[dict[str, Any]]:
 
 
 def _pieces(block: dict[str, Any], answer: Answer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it begins, and what is added to it."""
+    """The initial form of a block, and the deltas that complete it."""
     if block["type"] == "tool_use":
-        arguments = next(one.arguments for one in answer.calls if one.id == block["id"])
+        arguments = next(called.arguments for called in answer.calls if called.id == block["id"])
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
     if block["type"] == "thinking":
         signed = {"type": "signature_delta", "signature": block["signature"]}
@@ -203,16 +181,12 @@ def _stop(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "input_tokens": answer.prompt_tokens,
-        "output_tokens": answer.completion_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
-    }
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens, **cached}
 
 
 class _Tools:
-    """The tools of a request: those that the policy sees from the start, and deferred ones, which a result shows by a reference."""
+    """The tools of a request. Deferred tools are not shown to the policy until a result refers to them."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], deferred: Sequence[bool]) -> None:
         self.shown = [tool for tool, later in zip(tools, deferred, strict=True) if not later]
@@ -222,7 +196,7 @@ class _Tools:
         self._chars = 0  # of definitions in results, which a short reference can repeat
 
     def definition(self, reference: Any, where: str) -> str:
-        """The definition of the tool that a result refers to, as a line. Raises `RequestError`."""
+        """Returns the definition of the tool that a result refers to, as a line. Raises `RequestError`."""
         name = text(reference, f"{where}.tool_name")
         if name not in self._known:
             raise RequestError("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
@@ -236,7 +210,7 @@ class _Tools:
 
 
 def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
-    """A message is one of ours, but for results of tools: each of those is a message of its own, before the text beside it."""
+    """The messages of one message. Each tool result becomes a message, before the text next to it."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role not in ("user", "assistant", "system"):
@@ -246,14 +220,14 @@ def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
     texts: list[str] = []
     results: list[RequestMessage] = []
     calls: list[tuple[str, ToolCall]] = []
-    for at, one in enumerate(listed(content, f"{where}.content")):
+    for at, item in enumerate(array(content, f"{where}.content")):
         here = f"{where}.content[{at}]"
-        block = mapping(one, here)
+        block = mapping(item, here)
         kind = block.get("type")
         if kind == "text":
             texts.append(_text(block, here))
         elif kind == "tool_use" and role == "assistant":
-            calls.append((text(block.get("id"), f"{here}.id"), call(block.get("name"), block.get("input"), here)))
+            calls.append((text(block.get("id"), f"{here}.id"), checks.tool_call(block.get("name"), block.get("input"), here)))
         elif kind == "tool_result" and role == "user":
             name, ok = text(block.get("tool_use_id"), f"{here}.tool_use_id"), not flag(block.get("is_error"), f"{here}.is_error")
             results.append(said("tool", _result(block.get("content"), here, tools), call_id=name, ok=ok))
@@ -262,7 +236,7 @@ def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
                 "unsupported", f"{here}.type: blocks of type {str(kind)[:40]!a} are not supported here", param=f"{here}.type"
             )
     if role == "assistant":
-        return [said(role, "".join(texts), [one for _, one in calls], call_ids=tuple(name for name, _ in calls))]
+        return [said(role, "".join(texts), [call for _, call in calls], call_ids=tuple(name for name, _ in calls))]
     return [*results, *([said(role, "\n".join(texts))] if texts or not results else [])]
 
 
@@ -277,10 +251,10 @@ def _result(content: Any, where: str, tools: _Tools) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
-    for at, one in enumerate(listed(content, f"{where}.content")):
+    for at, part in enumerate(array(content, f"{where}.content")):
         here = f"{where}.content[{at}]"
-        refers = mapping(one, here).get("type") == "tool_reference"
-        parts.append(tools.definition(one.get("tool_name"), here) if refers else _text(one, here))
+        is_reference = mapping(part, here).get("type") == "tool_reference"
+        parts.append(tools.definition(part.get("tool_name"), here) if is_reference else _text(part, here))
     return "".join(parts)
 
 
@@ -288,20 +262,10 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") not in (None, "custom"):
         raise RequestError("unsupported", f"{where}.type: only tools of type 'custom' are supported", param=f"{where}.type")
-    known = (
-        "type",
-        "name",
-        "description",
-        "input_schema",
-        "cache_control",
-        "strict",
-        "eager_input_streaming",
-        "input_examples",
-        "defer_loading",
-    )
-    named = fields(about, known, where=where)
+    named = known_fields(about, _TOOL_FIELDS, where)
     check_all(named, {"cache_control": mapping, **dict.fromkeys(("strict", "eager_input_streaming", "defer_loading"), flag)}, where)
-    examples = listed(given(named.get("input_examples"), []), f"{where}.input_examples")
-    shown = [storable(mapping(one, f"{where}.input_examples[{at}]"), f"{where}.input_examples[{at}]") for at, one in enumerate(examples)]
-    told = [text(given(named.get("description"), ""), f"{where}.description"), *(f"Example: {json.dumps(one)}" for one in shown)]
-    return function(named.get("name"), "\n".join(filter(None, told)), named.get("input_schema"), where)
+    lines = [text(value_or(named.get("description"), ""), f"{where}.description")]
+    for at, example in enumerate(array(value_or(named.get("input_examples"), []), f"{where}.input_examples")):
+        here = f"{where}.input_examples[{at}]"
+        lines.append(f"Example: {json.dumps(checks.storable(mapping(example, here), here))}")
+    return checks.function_tool(named.get("name"), "\n".join(filter(None, lines)), named.get("input_schema"), where)

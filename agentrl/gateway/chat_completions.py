@@ -1,64 +1,34 @@
-"""OpenAI chat completions: a request read, an answer written, whole or as the events of a stream."""
+"""OpenAI chat completions: parses requests and writes answers, at once or as a stream of events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.request import (
-    EFFORTS,
-    MAX_TOOLS,
-    Answer,
-    Check,
-    CompletionRequest,
-    RequestError,
-    RequestMessage,
-    call,
-    check_all,
-    choice_of,
-    fields,
-    flag,
-    function,
-    given,
-    integer,
-    listed,
-    mapping,
-    nothing_else,
-    one_of,
-    said,
-    split_system,
-    stops,
-    text,
-    whole,
-    within,
-)
-from agentrl.gateway.schemas import ANY_OBJECT, Schemas
+from agentrl.gateway import checks
+from agentrl.gateway.checks import Check, check_all, mapping, value_or
+from agentrl.gateway.request import MAX_TOOLS, Answer, CompletionRequest, RequestError, RequestMessage, said, split_system
+from agentrl.gateway.schemas import answer_schema
 from agentrl.records import ToolCall
 
 HINTS: Mapping[str, Check] = {
-    **{"temperature": within(0, 2), "top_p": within(0, 1), "top_k": integer, "min_p": within(0, 1), "seed": integer},
-    **{"frequency_penalty": within(-2, 2), "presence_penalty": within(-2, 2)},
-    **{"reasoning_effort": one_of(*EFFORTS), "verbosity": one_of("low", "medium", "high")},
-    **{"user": text, "metadata": mapping, "store": flag, "service_tier": one_of("auto", "default")},
-    **{"prompt_cache_key": text, "prompt_cache_retention": text, "safety_identifier": text},
+    **{"temperature": checks.within(0, 2), "top_p": checks.within(0, 1), "top_k": checks.integer, "min_p": checks.within(0, 1)},
+    **{"frequency_penalty": checks.within(-2, 2), "presence_penalty": checks.within(-2, 2), "seed": checks.integer},
+    **{"reasoning_effort": checks.one_of(*checks.EFFORTS), "verbosity": checks.one_of("low", "medium", "high")},
+    **{"user": checks.text, "metadata": mapping, "store": checks.flag, "service_tier": checks.one_of("auto", "default")},
+    **{"prompt_cache_key": checks.text, "prompt_cache_retention": checks.text, "safety_identifier": checks.text},
 }
 """Fields that are checked but have no effect: the recipe sets the sampling, because the learner must know it; the others are labels."""
 
-NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
+INERT: Mapping[str, tuple[Any, ...]] = {
+    **{"n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "modalities": (["text"],)},
     **dict.fromkeys(("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"), ()),
 }
-"""Fields that are taken where they ask for nothing."""
+"""Fields whose values must have no effect."""
 
 FIELDS = (
     *("model", "messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "stop", "response_format"),
-    *("max_tokens", "max_completion_tokens", "stream", "stream_options"),
-    *NOTHING,
-    *HINTS,
+    *("max_tokens", "max_completion_tokens", "stream", "stream_options", *INERT, *HINTS),
 )
 _ERRORS = {
     "wrong_key": ("invalid_request_error", "invalid_api_key"),
@@ -72,57 +42,59 @@ _ERRORS = {
     "wrong_host": ("permission_error", "wrong_host"),
     "failed": ("server_error", None),
 }
-_LEGACY = "function"
-"""The id of the only call of an answer in the older form, which has no ids. A result answers the last call."""
+_LEGACY_ID = "function"
+"""The id of the only call of an answer in the legacy form, which has no ids. A result answers the last call."""
 
 
 def read(body: Any) -> CompletionRequest:
-    """Raises `RequestError`."""
-    asked = fields(body, FIELDS)
-    nothing_else(asked, NOTHING)
-    check_all(asked, HINTS)
-    messages = [_message(one, f"messages[{at}]") for at, one in enumerate(listed(asked.get("messages"), "messages"))]
-    system, rest = split_system(messages)
-    offered = listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS)
-    tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(offered)]
-    older = listed(given(asked.get("functions"), []), "functions", most=MAX_TOOLS)
-    if older and tools:
+    """Parses a request. Raises `RequestError`."""
+    fields = checks.known_fields(body, FIELDS)
+    checks.check_inert(fields, INERT)
+    check_all(fields, HINTS)
+    system, rest = split_system(
+        [_message(value, f"messages[{at}]") for at, value in enumerate(checks.array(fields.get("messages"), "messages"))]
+    )
+    offered = checks.array(value_or(fields.get("tools"), []), "tools", most=MAX_TOOLS)
+    legacy = checks.array(value_or(fields.get("functions"), []), "functions", most=MAX_TOOLS)
+    if legacy and offered:
         raise RequestError("invalid", "functions and tools cannot be used together.", param="functions")
-    tools += [_function(one, f"functions[{at}]") for at, one in enumerate(older)]
-    strict = {one["name"] for one in [*(tool["function"] for tool in offered), *older] if one.get("strict")}
-    most = whole(asked.get("max_completion_tokens"), "max_completion_tokens") or whole(asked.get("max_tokens"), "max_tokens")
-    options = fields(given(asked.get("stream_options"), {}), ("include_usage", "include_obfuscation"), where="stream_options")
-    check_all(options, dict.fromkeys(options, flag), "stream_options")
-    parallel = asked.get("parallel_tool_calls")
+    tools = [_tool(value, f"tools[{at}]") for at, value in enumerate(offered)]
+    tools += [_function(value, f"functions[{at}]") for at, value in enumerate(legacy)]
+    strict = {function["name"] for function in [*(tool["function"] for tool in offered), *legacy] if function.get("strict")}
+    options = checks.known_fields(value_or(fields.get("stream_options"), {}), ("include_usage", "include_obfuscation"), "stream_options")
+    check_all(options, dict.fromkeys(options, checks.flag), "stream_options")
+    parallel = fields.get("parallel_tool_calls")
     return CompletionRequest(
-        model=text(asked.get("model"), "model"),
+        model=checks.text(fields.get("model"), "model"),
         system=system,
         messages=rest,
         tools=tuple(tools),
-        max_tokens=most,
-        stream=flag(asked.get("stream"), "stream"),
-        shape=_shape(asked.get("response_format")),
-        **_choice(asked, tools),
-        single=bool(older) or (parallel is not None and not flag(parallel, "parallel_tool_calls")),
+        max_tokens=checks.positive(fields.get("max_completion_tokens"), "max_completion_tokens")
+        or checks.positive(fields.get("max_tokens"), "max_tokens"),
+        stream=checks.flag(fields.get("stream"), "stream"),
+        shape=_shape(fields.get("response_format")),
+        **_choice(fields, tools),
+        single=bool(legacy) or (parallel is not None and not checks.flag(parallel, "parallel_tool_calls")),
         strict=frozenset(strict),
-        stop=stops(asked.get("stop"), "stop"),
-        options={**options, "older": bool(older)},
+        stop=checks.stop_sequences(fields.get("stop"), "stop"),
+        options={**options, "legacy": bool(legacy)},
     )
 
 
 def write(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
+    """Returns the body of an answer."""
     choice = {"index": 0, "message": _written(answer, asked), "logprobs": None, "finish_reason": _finish(answer, asked)}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
 def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]]:
-    """The name (none here) and the data of each event; a text as data is sent as it is."""
+    """Yields the name (always empty) and the data of each event. A string as data is sent unchanged."""
     head = _head(answer, "chat.completion.chunk")
     written = _written(answer, asked)
     calls = written.pop("tool_calls", [])
     pieces: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     pieces += [{name: written[name]} for name in ("reasoning_content", "content", "function_call") if written.get(name)]
-    pieces += [{"tool_calls": [{"index": at, **one}]} for at, one in enumerate(calls)]
+    pieces += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(calls)]
     for piece in pieces:
         yield "", {**head, "choices": [{"index": 0, "delta": piece, "logprobs": None, "finish_reason": None}]}
     yield "", {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(answer, asked)}]}
@@ -132,41 +104,43 @@ def events(answer: Answer, asked: CompletionRequest) -> Iterator[tuple[str, Any]
 
 
 def error(refused: RequestError) -> dict[str, Any]:
+    """Returns the body of an error."""
     kind, code = _ERRORS.get(refused.kind, ("invalid_request_error", None))
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
+    """Returns the list of models."""
     return {"object": "list", "data": [model(name) for name in names]}
 
 
 def model(name: str) -> dict[str, Any]:
+    """Returns the description of a model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
 
 
-def _choice(asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `CompletionRequest` for a choice of tools, in the newer or the older form."""
-    where = next((name for name in ("tool_choice", "function_call") if asked.get(name) is not None), "tool_choice")
-    value = given(asked.get(where), "auto")
+def _choice(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of `CompletionRequest` for a choice of tools, in the current or the legacy form."""
+    where = next((name for name in ("tool_choice", "function_call") if fields.get(name) is not None), "tool_choice")
+    value = value_or(fields.get(where), "auto")
     if isinstance(value, str):
-        return choice_of({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, where)
+        return checks.openai_choice(value, tools, where)
     about = mapping(value, where)
     if where == "function_call":
-        return choice_of("tool", about.get("name"), tools, where)
+        return checks.tool_choice("tool", about.get("name"), tools, where)
     if about.get("type") != "function":
-        return choice_of(None, None, tools, where)
-    return choice_of("tool", mapping(about.get("function"), f"{where}.function").get("name"), tools, where)
+        return checks.tool_choice(None, None, tools, where)
+    return checks.tool_choice("tool", mapping(about.get("function"), f"{where}.function").get("name"), tools, where)
 
 
 def _shape(value: Any) -> Mapping[str, Any] | None:
     """The JSON schema of the answer, if one is requested."""
     where = "response_format"
-    about = fields(given(value, {"type": "text"}), ("type", "json_schema"), where=where)
-    if about.get("type") == "json_schema":
-        named = fields(about.get("json_schema"), ("name", "description", "schema", "strict"), where=f"{where}.json_schema")
-        return Schemas().rebuilt(given(named.get("schema"), ANY_OBJECT), f"{where}.json_schema.schema")
-    one_of("text", "json_object")(about.get("type"), f"{where}.type")
-    return ANY_OBJECT if about["type"] == "json_object" else None
+    about = checks.known_fields(value_or(value, {"type": "text"}), ("type", "json_schema"), where)
+    if about.get("type") != "json_schema":
+        return answer_schema(about, where)
+    named = checks.known_fields(about.get("json_schema"), ("name", "description", "schema", "strict"), f"{where}.json_schema")
+    return answer_schema({"type": "json_schema", "schema": value_or(named.get("schema"), {"type": "object"})}, f"{where}.json_schema")
 
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:
@@ -177,17 +151,17 @@ def _written(answer: Answer, asked: CompletionRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else ""), "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
-    functions = [{"name": one.call.name, "arguments": one.arguments} for one in answer.calls]
-    if functions and asked.options.get("older"):
+    functions = [{"name": called.call.name, "arguments": called.arguments} for called in answer.calls]
+    if functions and asked.options.get("legacy"):
         [message["function_call"]] = functions
     elif functions:
-        ids = [one.id for one in answer.calls]
+        ids = [called.id for called in answer.calls]
         message["tool_calls"] = [{"id": name, "type": "function", "function": one} for name, one in zip(ids, functions, strict=True)]
     return message
 
 
 def _finish(answer: Answer, asked: CompletionRequest) -> str:
-    called = "function_call" if asked.options.get("older") else "tool_calls"
+    called = "function_call" if asked.options.get("legacy") else "tool_calls"
     return "length" if answer.cut else called if answer.calls else "stop"
 
 
@@ -198,48 +172,33 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 def _message(value: Any, where: str) -> RequestMessage:
     about = mapping(value, where)
-    role = about.get("role")
-    if role in ("system", "developer"):
-        return said("system", _content(about.get("content"), where))
-    if role == "user":
-        return said("user", _content(about.get("content"), where))
+    role, content = about.get("role"), about.get("content")
+    if role in ("system", "developer", "user"):
+        return said("user" if role == "user" else "system", _content(content, where))
     if role == "tool":
-        return said("tool", _content(about.get("content"), where), call_id=text(about.get("tool_call_id"), f"{where}.tool_call_id"))
+        return said("tool", _content(content, where), call_id=checks.text(about.get("tool_call_id"), f"{where}.tool_call_id"))
     if role == "function":
-        return said("tool", _content(given(about.get("content"), ""), where), call_id=_LEGACY)
-    if role == "assistant":
-        return _turn(about, where)
-    raise RequestError("invalid", f"{where}.role must be system, developer, user, assistant, tool or function.", param=f"{where}.role")
-
-
-def _turn(about: Mapping[str, Any], where: str) -> RequestMessage:
-    calls = listed(given(about.get("tool_calls"), []), f"{where}.tool_calls")
-    pairs = [_call(one, f"{where}.tool_calls[{at}]") for at, one in enumerate(calls)]
+        return said("tool", _content(value_or(content, ""), where), call_id=_LEGACY_ID)
+    if role != "assistant":
+        raise RequestError("invalid", f"{where}.role must be system, developer, user, assistant, tool or function.", param=f"{where}.role")
+    calls = checks.array(value_or(about.get("tool_calls"), []), f"{where}.tool_calls")
+    pairs = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
     if about.get("function_call") is not None:
-        older = mapping(about["function_call"], f"{where}.function_call")
-        pairs.append((_LEGACY, call(older.get("name"), older.get("arguments"), f"{where}.function_call")))
-    content = _content(given(about.get("content"), ""), where)
-    return said("assistant", content, [one for _, one in pairs], call_ids=tuple(name for name, _ in pairs))
+        legacy = mapping(about["function_call"], f"{where}.function_call")
+        pairs.append((_LEGACY_ID, checks.tool_call(legacy.get("name"), legacy.get("arguments"), f"{where}.function_call")))
+    ids = tuple(name for name, _ in pairs)
+    return said("assistant", _content(value_or(content, ""), where), [call for _, call in pairs], call_ids=ids)
 
 
 def _content(value: Any, where: str) -> str:
-    """Text, or parts of text; nothing else can be shown to this policy."""
-    if isinstance(value, str):
-        return value
-    parts = []
-    for at, one in enumerate(listed(value, f"{where}.content")):
-        here = f"{where}.content[{at}]"
-        part = mapping(one, here)
-        if part.get("type") not in ("text", "refusal"):
-            raise RequestError("unsupported", f"{here}.type: only text is supported.", param=f"{here}.type")
-        parts.append(text(part.get(part["type"]), f"{here}.{part['type']}"))
-    return "".join(parts)
+    return checks.text_content(value, f"{where}.content", {"text": "text", "refusal": "refusal"})
 
 
 def _call(value: Any, where: str) -> tuple[str, ToolCall]:
     about = mapping(value, where)
-    named: Mapping[str, Any] = mapping(about.get("function"), f"{where}.function")
-    return text(about.get("id"), f"{where}.id"), call(named.get("name"), named.get("arguments"), f"{where}.function")
+    function = mapping(about.get("function"), f"{where}.function")
+    call = checks.tool_call(function.get("name"), function.get("arguments"), f"{where}.function")
+    return checks.text(about.get("id"), f"{where}.id"), call
 
 
 def _tool(value: Any, where: str) -> dict[str, Any]:
@@ -250,6 +209,6 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
 
 
 def _function(value: Any, where: str) -> dict[str, Any]:
-    named = fields(value, ("name", "description", "parameters", "strict"), where=where)
-    flag(named.get("strict"), f"{where}.strict")
-    return function(named.get("name"), named.get("description"), named.get("parameters"), where)
+    about = checks.known_fields(value, ("name", "description", "parameters", "strict"), where)
+    checks.flag(about.get("strict"), f"{where}.strict")
+    return checks.function_tool(about.get("name"), about.get("description"), about.get("parameters"), where)

@@ -1,7 +1,7 @@
-"""Builds the constraint of an answer for the server's guided decoding: JSON of a schema, calls of tools, or either.
+"""Builds the constraint of an answer for guided decoding: JSON of a schema, tool calls, or either.
 
-Before it samples, the server masks the tokens that the grammar does not allow, and its logprobs are over the remaining tokens. Such an
-answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which it was drawn.
+The inference server masks the tokens that the grammar does not allow before it samples, and its logprobs are over the remaining tokens.
+Such an answer is sampled with supports (`agentrl.sampling`), so the learner scores each token over the set from which it was drawn.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from agentrl.gateway.tokens import Chat
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _WHITESPACE = 2
-"""Maximum white space in a row between the parts of a JSON value. Without a bound, a policy could emit only white space."""
+"""Maximum consecutive white space between the parts of a JSON value. Without a bound, a policy could emit only white space."""
 
 
 def constraint(asked: CompletionRequest, chat: Chat) -> str:
-    """The constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `RequestError`."""
+    """Returns the constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `RequestError`."""
     names = asked.forced
     if asked.shape is not None and asked.calls and not names:
         names = tuple(tool["function"]["name"] for tool in asked.known_tools)
-    ways = [_calls(asked, names, chat)] if names else []
+    formats = [_calls(asked, names, chat)] if names else []
     if asked.shape is not None and not asked.forced:
-        ways.append(_json(asked.shape))
-    if not ways:
+        formats.append(_json(asked.shape))
+    if not formats:
         return ""
-    made = ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
+    answer = formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
     if chat.thinks_first:
-        thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
+        reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
         space = {"type": "optional", "content": {"type": "const_string", "value": "\n\n"}}
-        made = {"type": "sequence", "elements": [thought, space, made]}
-    return json.dumps({"type": "structural_tag", "format": made})
+        answer = {"type": "sequence", "elements": [reasoning, space, answer]}
+    return json.dumps({"type": "structural_tag", "format": answer})
 
 
 def _calls(asked: CompletionRequest, names: Sequence[str], chat: Chat) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Outside: an agent program of anybody's, run unchanged in the episode's sandbox, and trained on what it was answered.
+"""ExternalProgram: an agent program of anybody's, run unchanged in the episode's sandbox, and trained on what it was answered.
 
 rollout=RolloutConfig(
     agent="agentrl.gateway:ExternalProgram",

@@ -1,4 +1,4 @@
-"""Rewards that the host's side posts to a session: what an outside world, a game or a person says of an episode, as its score.
+"""PostedRewards that the host's side posts to a session: what an outside world, a game or a person says of an episode, as its score.
 
 The recipe's agent gets `reward_key_file`, and writes a key there that only its user can read. Who has it posts, while the program
 runs or within `WAIT_S` seconds of its end:
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.gateway.request import RequestError, fields, mapping, text
+from agentrl.gateway.checks import known_fields, mapping, text
+from agentrl.gateway.request import RequestError
 from agentrl.records import Episode, Score, Task
 
 WAIT_S = 20.0
@@ -31,7 +32,7 @@ _LARGEST = 1e300
 
 
 class PostedRewards:
-    """Rewards by session, of the newest `REMEMBERED` sessions: those that were posted, and places for those that may be."""
+    """PostedRewards by session, of the newest `REMEMBERED` sessions: those that were posted, and places for those that may be."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[str, asyncio.Future[Score]] = OrderedDict()
@@ -63,9 +64,8 @@ class PostedRewards:
             raise RequestError("wrong_key", "Incorrect API key provided.")
 
     def post(self, session: str, body: Any) -> None:
-        """Takes one reward for a session. Raises `RequestError` for one that is none, for a second one, or for a session that is not
-        known."""
-        asked = fields(body, ("value", "parts", "evidence"))
+        """Takes one reward for a session. Raises `RequestError` for one that is none, for a second one, or for a session that is not known."""
+        asked = known_fields(body, ("value", "parts", "evidence"))
         parts = mapping(asked.get("parts") or {}, "parts")
         if len(parts) > MAX_PARTS:
             raise RequestError("invalid", f"parts has {len(parts)} entries; at most {MAX_PARTS} are taken.", param="parts")

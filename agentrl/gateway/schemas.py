@@ -1,6 +1,6 @@
-"""Rebuilds the JSON schemas of programs from known keywords, within bounds, because the server compiles them and is shared by all sessions.
+"""Rebuilds JSON schemas of clients from known keywords, within bounds: the inference server compiles them and all sessions share it.
 
-A keyword that restricts the value is kept or rejected. A keyword that only describes it is dropped.
+A keyword that restricts the value is copied or refused. A keyword that only describes it is dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.gateway.request import RequestError, given, inside, listed, mapping, storable, text
+from agentrl.gateway import checks
+from agentrl.gateway.checks import array, mapping, path, text
+from agentrl.gateway.request import RequestError
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512
@@ -38,21 +40,21 @@ class Schemas:
         self._wanted: set[str] = set()  # definitions to which a `$ref` points
 
     def rebuilt(self, value: Any, where: str) -> dict[str, Any]:
-        """The rebuilt schema with its definitions. Raises `RequestError` with the path of an unsupported part."""
+        """Returns the rebuilt schema with its definitions. Raises `RequestError` with the path of an unsupported part."""
         self._wanted.clear()
-        about = mapping(storable(value, where), where)
-        made = self._schema({name: one for name, one in about.items() if name not in ("$defs", "definitions")}, where, 0)
+        about = mapping(checks.storable(value, where), where)
+        rebuilt = self._schema({key: item for key, item in about.items() if key not in ("$defs", "definitions")}, where, 0)
         definitions: dict[str, Any] = {}
         for key in ("$defs", "definitions"):
-            for name, one in mapping(given(about.get(key), {}), inside(where, key)).items():
-                definitions[self._text(name, where)] = self._schema(one, inside(inside(where, key), name[:40]), 1)
-        made |= {"$defs": definitions} if definitions else {}
+            for name, schema in mapping(checks.value_or(about.get(key), {}), path(where, key)).items():
+                definitions[self._text(name, where)] = self._schema(schema, path(path(where, key), name[:40]), 1)
+        rebuilt |= {"$defs": definitions} if definitions else {}
         for name in sorted(self._wanted):
             if name not in definitions:
                 raise RequestError("invalid", f"{where}: there is no definition {name[:80]!a}.", param=where)
             if name in _same_as(name, definitions):
                 raise RequestError("invalid", f"{where}: definition {name[:80]!a} refers only to itself.", param=where)
-        return made
+        return rebuilt
 
     def _schema(self, value: Any, where: str, depth: int) -> dict[str, Any]:
         if value is True:
@@ -60,11 +62,11 @@ class Schemas:
         self._schemas += 1
         if depth > MAX_DEPTH or self._schemas > MAX_SCHEMAS:
             raise RequestError("invalid", f"{where}: more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
-        made: dict[str, Any] = {}
-        for key, one in mapping(value, where).items():
-            if key not in _ANNOTATIONS and (one is not None or key == "const"):
-                made |= self._keyword(key, one, inside(where, key[:40]), depth + 1)
-        return made
+        rebuilt: dict[str, Any] = {}
+        for key, item in mapping(value, where).items():
+            if key not in _ANNOTATIONS and (item is not None or key == "const"):
+                rebuilt |= self._keyword(key, item, path(where, key[:40]), depth + 1)
+        return rebuilt
 
     def _keyword(self, key: str, value: Any, where: str, depth: int) -> dict[str, Any]:
         """The rebuilt form of a keyword."""
@@ -76,18 +78,18 @@ class Schemas:
                 self._wanted.add(reference[1])
                 return {key: f"#/$defs/{reference[1]}"}
             case "type":
-                kinds = _among([value] if isinstance(value, str) else listed(value, where), _KINDS, where)
+                kinds = _among([value] if isinstance(value, str) else array(value, where), _KINDS, where)
                 return {key: kinds[0] if isinstance(value, str) else kinds}
             case "enum" | "const":
                 self._text(json.dumps(value), where)
-                return {key: listed(value, where) if key == "enum" else value}
+                return {key: array(value, where) if key == "enum" else value}
             case "properties":
                 named = mapping(value, where).items()
-                return {key: {self._text(name, where): self._schema(one, inside(where, name[:40]), depth) for name, one in named}}
+                return {key: {self._text(name, where): self._schema(item, path(where, name[:40]), depth) for name, item in named}}
             case "required":
-                return {key: [self._text(text(one, where), where) for one in listed(value, where)]}
+                return {key: [self._text(text(item, where), where) for item in array(value, where)]}
             case "anyOf" | "oneOf" | "allOf" | "prefixItems":
-                some = [self._schema(one, f"{where}[{at}]", depth) for at, one in enumerate(listed(value, where))]
+                some = [self._schema(item, f"{where}[{at}]", depth) for at, item in enumerate(array(value, where))]
                 if key == "allOf" and len(some) != 1:
                     raise RequestError("unsupported", f"{where}: must contain exactly one schema.", param=where)
                 return some[0] if key == "allOf" else {"prefixItems" if key == "prefixItems" else "anyOf": some}
@@ -104,9 +106,17 @@ class Schemas:
         return value
 
 
+def answer_schema(about: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+    """Returns the JSON schema of an answer in the format `about` (its `type` and `schema`); None for text. Raises `RequestError`."""
+    if about.get("type") == "json_schema":
+        return Schemas().rebuilt(about.get("schema"), f"{where}.schema")
+    checks.one_of("text", "json_object")(about.get("type"), f"{where}.type")
+    return ANY_OBJECT if about["type"] == "json_object" else None
+
+
 def _among(values: Sequence[Any], known: Sequence[str], where: str) -> list[str]:
-    for one in values:
-        if not isinstance(one, str) or one not in known:
+    for item in values:
+        if not isinstance(item, str) or item not in known:
             raise RequestError("unsupported", f"{where}: must be one of {', '.join(known)}.", param=where)
     return list(values)
 
@@ -126,7 +136,7 @@ def _plain(key: str, value: Any, where: str) -> Any:
 
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:
-    """The definitions that a definition reaches through `$ref` and `anyOf` without consuming a character."""
+    """The definitions that a definition reaches through `$ref` and `anyOf`, without a value in between."""
     reached: set[str] = set()
     left: list[Any] = [definitions[name]]
     while left:

@@ -50,7 +50,7 @@ class _Given:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Answers requests with what the episode's policy samples, and keeps every sampled token in one turn of the episode's tree.
+    """AnswerLiveness requests with what the episode's policy samples, and keeps every sampled token in one turn of the episode's tree.
 
     `counts` says how often each thing happened: `answered`, `branch`, `restart`, `sub_agent`, `replayed`, and `refused_...` by reason.
     """
@@ -86,7 +86,7 @@ class Session:
             gone: set when the client goes away; what is being sampled is kept for it.
 
         Raises:
-            Refused: with the reason.
+            RequestError: with the reason.
         """
         self._check(asked)
         asked = self._graph.rejoin(asked)

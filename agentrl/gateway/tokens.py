@@ -124,7 +124,7 @@ class ConversationTokens:
 
         Raises:
             NotAppended: the context has to be rendered anew.
-            Refused: the template does not take these messages.
+            RequestError: the template does not take these messages.
         """
         if not self.chat.exact:
             raise NotAppended

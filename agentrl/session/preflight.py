@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.agent import forms, load_tools
+from agentrl.agent.contexts import with_instructions
 from agentrl.agent.mcp.servers import MCP_PREFIX
 from agentrl.agent.run_tools import declared_tools
 from agentrl.agent.template import read_template
-from agentrl.agent.wording import with_instructions
 from agentrl.base import error_text
 from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 
-from agentrl.agent.compaction import HEAD
+from agentrl.agent.contexts import HEAD
 from agentrl.config.rollout import CompactionConfig
 
 NOWHERE = "none"

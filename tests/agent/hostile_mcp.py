@@ -79,7 +79,10 @@ def called(name, arguments, count):
         kinds = [{"type": "image", "data": "QUJD", "mimeType": "image/png"}, {"type": "resource", "resource": {"uri": "file:///x"}}, 3]
         return {"content": [*kinds, *([{"type": "text", "text": "a\x07\x00b\tc\ud800"}] * 100)], "isError": True}
     if WAY == "unreachable":
-        return {"content": [{"type": "text", "text": f"Error executing tool {name}: [Errno 111] Connection refused"}], "isError": True}
+        return {
+            "content": [{"type": "text", "text": f"Error executing tool {name}: [Errno 111] Connection refused"}],
+            "isError": True,
+        }
     if WAY == "echoes":
         return {"content": [{"type": "text", "text": f"no notes hold {arguments['text']!r}"}], "isError": True}
     if name == "count":

@@ -14,7 +14,7 @@ from agentrl.agent.arguments import argument_errors, argument_example
 from agentrl.agent.forms import FORMS
 from agentrl.agent.forms.base import Reading
 from agentrl.agent.forms.deepseek import CALL, CALLS, SEP
-from agentrl.agent.wording import ToolWording, reworded_schema
+from agentrl.agent.tools import ToolWording, reworded_schema
 from agentrl.errors import UserError
 from tests.strategies import json_leaves, json_objects, json_values
 

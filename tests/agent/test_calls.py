@@ -32,7 +32,7 @@ def closed(*bodies: str) -> str:
         ('{"name":"f","arguments":{"x":-1e999}}', "-1e999"),
         ('{"name":"submit","arguments":{"answer":' + "1" * 5000 + "}}", "5000 digits"),
         ('{"name":"submit","arguments":{"answer":-' + "1" * (MAX_DIGITS + 1) + "}}", "digits"),
-        ('{"name":"submit","arguments":{"answer":' + "1" * 5000 + ".5e9999}}", "no finite number"),
+        ('{"name":"submit","arguments":{"answer":' + "1" * 5000 + ".5e9999}}", "not a finite number"),
         ('{"name":"f","name":"g","arguments":{}}', "'name' twice"),
         ('{"name":"f","arguments":{"\\u00e9":1,"é":2}}', r"'\xe9' twice"),
         ('{"name":"f","arguments":{"x":"' + "y" * MAX_CHARS + '"}}', "characters"),
@@ -61,7 +61,7 @@ def test_what_is_just_within_the_bounds_is_taken() -> None:
 def test_a_turn_holds_so_many_calls() -> None:
     calls, errors, content = read_calls("a" + closed(*["x", CALL] * MAX_CALLS) + "z")
     assert len(calls) == MAX_CALLS // 2 and content == "az"
-    assert len(errors) == MAX_CALLS // 2 + 1 and f"the {MAX_CALLS} after them were not made" in errors[-1]
+    assert len(errors) == MAX_CALLS // 2 + 1 and f"the {MAX_CALLS} after them were not run" in errors[-1]
 
 
 @pytest.mark.parametrize(

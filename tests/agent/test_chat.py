@@ -74,7 +74,7 @@ def test_parse_reads_calls_and_text(tokenizer: Any) -> None:
         ('<tool_call>{"name": 3}</tool_call>', "must be an object"),
         ('<tool_call>{"name": "python", "arguments": "x"}</tool_call>', '"arguments" must be an object'),
         ('<tool_call>{"name": "python"', "opened but not closed"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deep"),
     ],
 )
 def test_malformed_calls_are_errors_not_exceptions(tokenizer: Any, text: str, error: str) -> None:
@@ -117,10 +117,10 @@ SHOWN = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
         ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
         ("{{ messages[9].content }}", "cannot render messages"),
         ("{% for m in messages %}{{ m.content }}\n<|im_end|>{% endfor %}", "does not end an assistant turn with '<|im_end|>'"),
-        ("{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}", "does not show what tools gave"),
-        ("{% for m in messages %}{{ m.content }}<|im_end|>{{ m.content }}{% endfor %}", "does not show what tools gave"),
-        ("{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}", "does not show what tools gave"),
-        (SHOWN + "<|assistant|>", "writes '<|assistant|>', which is no token of this tokenizer: it makes 13 of it"),
+        ("{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}", "does not show tool outputs"),
+        ("{% for m in messages %}{{ m.content }}<|im_end|>{{ m.content }}{% endfor %}", "does not show tool outputs"),
+        ("{% for m in messages | reverse %}{{ m.content }}<|im_end|>{% endfor %}", "does not show tool outputs"),
+        (SHOWN + "<|assistant|>", "writes '<|assistant|>', which this tokenizer splits into 13 tokens"),
         (SHOWN + "{% if tools %}<|tool_list|>{% endif %}", "writes '<|tool_list|>'"),
         (SHOWN + "<start_of_turn>model", "writes '<start_of_turn>'"),
         (SHOWN + "<\uff5cAssistant\uff5c>", "writes '<\uff5cAssistant\uff5c>'"),
@@ -143,7 +143,7 @@ def test_a_template_for_other_control_tokens_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|eot_id|>"})
     tokenizer.chat_template = read_template("llama3", Path())
-    with pytest.raises(UserError, match=re.escape("writes '<|begin_of_text|>', which is no token")):
+    with pytest.raises(UserError, match=re.escape("writes '<|begin_of_text|>', which this tokenizer splits")):
         ChatFormat(tokenizer)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent.compaction import HEAD
+from agentrl.agent.contexts import HEAD
 from agentrl.config.rollout import CompactionConfig, DelegationConfig
 from agentrl.records import Episode, EpisodeState, Parent, Task, codec
 from agentrl.rollout import CaptureState, EpisodeRunner
@@ -113,7 +113,7 @@ async def test_an_output_that_leaves_no_room_for_a_summary_is_withheld(room: int
     episode = await runner.run(tight, episode_id="e")
     policy: Any = runner.policy
     assert max(map(len, policy.prompts)) < room and episode.answer == "done after 9"
-    assert outputs(episode.trajectories[0]) == [f"error: not shown, for there is no room left for it\n\n{ASK}"]
+    assert outputs(episode.trajectories[0]) == [f"error: not shown, because there is no room for it\n\n{ASK}"]
     assert all(sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in one.turns) <= room for one in episode.trajectories)
 
 

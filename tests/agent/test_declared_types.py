@@ -104,13 +104,13 @@ class Level(enum.IntEnum):
 
 
 @dataclass
-class Place:
+class Transport:
     shelf: str
 
 
 @tool
 def f(
-    a: Version, level: Level = Level.LOW, mode: Literal["1", "2"] = "1", where: Place | None = None, most: int | Literal["all"] = 3
+    a: Version, level: Level = Level.LOW, mode: Literal["1", "2"] = "1", where: Transport | None = None, most: int | Literal["all"] = 3
 ) -> str:
     """Take one of each."""
     return f"{a.name} {level.name} {mode!r} {where!r} {most!r}"
@@ -120,7 +120,7 @@ def f(
     ("given", "shown"),
     [
         ({"a": "3.10"}, "NEW LOW '1' None 3"),
-        ({"a": "3.9", "level": "2", "mode": "2", "where": '{"shelf": "7"}', "most": "all"}, "OLD HIGH '2' Place(shelf='7') 'all'"),
+        ({"a": "3.9", "level": "2", "mode": "2", "where": '{"shelf": "7"}', "most": "all"}, "OLD HIGH '2' Transport(shelf='7') 'all'"),
         ({"a": "3.9", "where": "null", "most": "5"}, "OLD LOW '1' None 5"),
     ],
 )

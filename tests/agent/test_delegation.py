@@ -150,7 +150,7 @@ async def test_a_state_is_taken_where_no_sub_agent_runs_and_goes_on_to_the_same_
             (one.agent, one.parent, outputs(one)) for one in whole.trajectories
         ]
         fewer = await runs(reads, total=2, width=2).run(tree, episode_id="e", start=state)
-        refused = "error: 2 helpers were started, and no more may be"
+        refused = "error: 2 helpers were started, and no more are allowed"
         assert (refused in outputs(fewer.trajectories[0])) == (state.turn_count < 9), "those of earlier runs of it count"
 
 

@@ -76,27 +76,27 @@ async def test_line_ends_stay_what_they_are(box: Box) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("view", {"path": "b"}, "no file or folder b; there: a, link, pipe"),
-        ("view", {"path": "a", "start": 9}, "a has lines 1 to 3: there is none from 9 to the end"),
+        ("view", {"path": "b"}, "no file or folder b; the folder contains: a, link, pipe"),
+        ("view", {"path": "a", "start": 9}, "a has lines 1 to 3: there are none from 9 to the end"),
         ("view", {"path": "a", "start": 0}, 'start: Input should be greater than or equal to 1; for example {"path": "..."}'),
         ("view", {"path": "../outside.txt"}, "outside the working directory"),
         ("view", {"path": "/etc/passwd"}, "outside the working directory"),
-        ("view", {"path": "a\0b"}, "holds NUL"),
+        ("view", {"path": "a\0b"}, "contains NUL"),
         ("view", {"path": "\udcff\ud800"}, "error: view: "),
         ("view", {"path": "link"}, "links are not followed"),
         ("view", {"path": "up/outside.txt"}, "up in up/outside.txt cannot be opened"),
-        ("view", {"path": "pipe"}, "no regular file"),
-        ("view", {"path": "raw"}, "not text in UTF-8"),
+        ("view", {"path": "pipe"}, "not a regular file"),
+        ("view", {"path": "raw"}, "not UTF-8 text"),
         ("create", {"path": "a", "text": ""}, "exists: change it with replace"),
-        ("create", {"path": "link", "text": "x", "overwrite": True}, "is no regular file"),
+        ("create", {"path": "link", "text": "x", "overwrite": True}, "is not a regular file"),
         ("create", {"path": "up/x", "text": "x"}, "links are not followed"),
         ("create", {"path": "n" * 300, "text": "x"}, "File name too long"),
         ("replace", {"path": "a", "old": "x", "new": "y"}, "old occurs 2 times in a, at lines 1, 3"),
-        ("replace", {"path": "a", "old": "  y", "new": "z"}, "line 2 differs from its first line in white space alone"),
+        ("replace", {"path": "a", "old": "  y", "new": "z"}, "line 2 differs from its first line in white space only"),
         ("replace", {"path": "a", "old": "", "new": "z"}, "old is empty"),
         ("replace", {"path": "link", "old": "secret", "new": "z"}, "links are not followed"),
-        ("insert", {"path": "a", "line": 4, "text": "z"}, "line is from 0 (its beginning) to 3"),
-        ("search", {"pattern": "(", "regex": True}, "no regular expression"),
+        ("insert", {"path": "a", "line": 4, "text": "z"}, "line must be from 0 (the beginning) to 3"),
+        ("search", {"pattern": "(", "regex": True}, "not a valid regular expression"),
         ("search", {"pattern": "x", "path": "link"}, "links are not followed"),
     ],
 )
@@ -166,5 +166,5 @@ async def test_an_episode_edits_and_searches(tokenizer: Any, task: Task, make_ru
         await backend.close()
     outputs = [[result.output for result in turn.tool_results] for turn in episode.trajectories[0].turns]
     assert outputs[2][1:] == ["two", "run.sh:1: echo two\n1 matches in 1 of 2 files"]
-    assert "links are not followed" in outputs[3][0] and "no regular file" in outputs[3][1]
+    assert "links are not followed" in outputs[3][0] and "not a regular file" in outputs[3][1]
     assert (episode.answer, episode.failures) == ("1", ())

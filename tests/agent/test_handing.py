@@ -27,7 +27,7 @@ from tests.rollout.test_every_await import Awaits, driven, pause
 Reads = Callable[[str], Any]
 
 
-class Desk(ScriptedSandbox):
+class SubAgents(ScriptedSandbox):
     """A sandbox whose programs are `put PATH TEXT` and `ls`, beside the listing of outputs."""
 
     async def python(self, code: str, **options: Any) -> ExecResult:
@@ -66,7 +66,7 @@ class Desks(ScriptedSandboxes):
         if len(self.opened) == self.fails:
             raise SandboxError("the daemon is gone")
         plain = await super().open(spec, files=files, snapshot=snapshot, timeout_s=timeout_s)
-        desk = self.opened[-1] = Desk(plain.id, self._answer, plain.files)
+        desk = self.opened[-1] = SubAgents(plain.id, self._answer, plain.files)
         self.specs.append(spec)
         self.peak = max(self.peak, sum(not one.closed for one in self.opened))
         return desk

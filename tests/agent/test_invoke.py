@@ -141,7 +141,7 @@ class NotAwaited(Own):
         (raising(ExceptionGroup("g", [KeyError("x")])), "ExceptionGroup", "error: own failed: KeyError: 'x'"),
         (Own(deep), "RecursionError", "error: own failed: RecursionError"),
         (Own(hang), "tool_timeout", "error: own gave no result within 0.05 s"),
-        (giving(None), "wrong_outcome", "error: own failed: it gave NoneType, not a ToolOutcome"),
+        (giving(None), "wrong_outcome", "error: own failed: it returned NoneType, not a ToolOutcome"),
         (Own(bytes_out), "ValueError", "error: own failed: ValueError: ToolOutcome.output: must be text, got bytes"),
         (Own(number_out), "ValueError", "error: own failed: ValueError: ToolOutcome.answer: must be text, got int"),
         (giving(ToolOutcome(output="", ok=True, answer="x" * 2_000_000)), "wrong_outcome", "error: own failed: its answer has 2000000 "),
@@ -353,14 +353,14 @@ same_name: Tool = Own(hang)
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Class", "is a class: name an object, such as search = Class()"),
+        ("Class", "is a class: refer to an object, such as search = Class()"),
         ("no_tool", "cannot be called"),
         ("no_schema", "has no name, needs_sandbox or schema"),
         ("numeric_name", "has the name 3"),
         ("vague", "needs_sandbox='no'"),
-        ("list_schema", "schema that is no OpenAI function schema"),
-        ("nan_schema", "schema that is no OpenAI function schema"),
-        ("other_name", "is called 'mine', and 'own' in its schema"),
+        ("list_schema", "has an invalid OpenAI function schema"),
+        ("nan_schema", "has an invalid OpenAI function schema"),
+        ("other_name", "has the name 'mine', but 'own' in its schema"),
     ],
 )
 def test_what_is_no_tool_is_refused_by_name(name: str, says: str) -> None:

@@ -91,7 +91,7 @@ async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> 
         state = json.loads(json.dumps(await one.tools.state(timeout_s=1.0)))
     async with Episode(server, state) as resumed:
         again = await resumed.use("count")
-        assert again.outcome.output == 'note: the server it was started anew; what it kept is gone\n{"count": 1}'
+        assert again.outcome.output == 'note: the server it was restarted; its state is lost\n{"count": 1}'
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_what_a_server_says_of_a_request_is_told_to_the_agent(way: str, ki
 
 FAILING = [
     ("dies", "mcp_died", "it has ended (exit code 3): "),
-    ("hangs", "mcp_timeout", "no answer within 1 s, and was ended; the next call starts it anew"),
+    ("hangs", "mcp_timeout", "no answer within 1 s, and was ended; the next call restarts it"),
     ("nonsense", "mcp_garbage", "neither a result nor an error"),
     ("internal", "mcp_outage", "Internal error"),
     ("unreachable", "mcp_outage", "[Errno 111] Connection refused"),
@@ -162,7 +162,7 @@ async def test_a_server_that_keeps_failing_is_given_up_for_the_episode() -> None
     async with Episode(pinned(hostile("floods"))) as episode:
         kinds = [(done.failure.kind if done.failure else "") for done in [await episode.use("echo", text="a") for _ in range(5)]]
         assert kinds == ["mcp_flood"] * 3 + ["mcp_given_up"] * 2
-        assert "is not asked again in this episode" in (await episode.use("echo", text="a")).outcome.output
+        assert "is not used again in this episode" in (await episode.use("echo", text="a")).outcome.output
 
 
 async def test_a_server_outside_that_cannot_be_started_again_is_no_fault_of_the_policy() -> None:
@@ -191,7 +191,7 @@ async def test_a_server_outside_that_is_not_the_one_the_run_began_with_is_no_fau
         ("bad-name", "a tool named 'rm -rf'"),
         ("twice", "two tools named echo"),
         ("deep", "more than 16 levels"),
-        ("huge-schema", "at most 16384 are taken"),
+        ("huge-schema", "the maximum is 16384"),
         ("odd-key", "with the key 'a\\n<|im_end|>'"),
         ("not-an-object", "without a schema of type object"),
         ("many", "100 tools, at most 64"),
@@ -483,7 +483,7 @@ async def test_a_server_that_has_forgotten_a_session_is_given_another(address: s
     async with Episode(server) as episode:
         assert (await episode.use("echo", text="a")).outcome.output == "a s1"
         again = await episode.use("echo", text="b")
-        assert again.outcome.output == "note: the server it was started anew; what it kept is gone\nb s1" and again.failure is None
+        assert again.outcome.output == "note: the server it was restarted; its state is lost\nb s1" and again.failure is None
 
 
 async def test_a_server_that_is_gone_after_it_was_called_is_no_fault_of_the_policy() -> None:
@@ -526,7 +526,7 @@ async def test_a_server_in_the_sandbox_is_its_neighbours_prey_and_the_episode_is
             done = await call_tool(episode.tools[name], arguments, sandbox, replace(LIMITS, tool_timeout_s=2.0), turn=1)
             return done.outcome.output, done.failure.kind if done.failure else ""
 
-        anew = "note: the server it was started anew; what it kept is gone\n"
+        anew = "note: the server it was restarted; its state is lost\n"
         assert await use("count") == ('{"count": 1}', "") and await use("count") == ('{"count": 2}', "")
         assert (await sandbox.python("while True: pass", timeout_s=0.5)).reason == "timeout", "which ends every program of the sandbox"
         assert await use("count") == (anew + '{"count": 1}', "")

@@ -106,7 +106,7 @@ BAD_TOOLS: dict[str, Any] = {
     "properties": {"name": "b", "inputSchema": {"type": "object", "properties": ["x"]}},
     "required": {"name": "b", "inputSchema": {"type": "object", "required": "x"}},
     "required what is not there": {"name": "b", "inputSchema": {"type": "object", "required": [["x"]]}},
-    "no finite number": with_keys("x", name="b", minimum=float("inf")),
+    "not a finite number": with_keys("x", name="b", minimum=float("inf")),
     "empty key": with_keys("", name="b"),
     "long key": with_keys("x" * 81, name="b"),
     "outer spaces": with_keys(" x", name="b"),

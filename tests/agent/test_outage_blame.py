@@ -101,7 +101,7 @@ def test_a_tool_that_is_dead_for_one_task_is_the_machines_in_every_attempt() -> 
         tool.ok(*range(200, 240), task="other")
         for case in cases:
             assert not case.provoked(sure=True)
-            assert case.note == "; it answers attempts at other tasks, and none at this one"
+            assert case.note == "; it answers attempts at other tasks, but none at this one"
 
 
 def test_a_tool_that_is_dead_for_one_task_whose_attempts_come_one_by_one() -> None:

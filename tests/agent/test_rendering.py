@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import encoder
+from agentrl.agent.template import auto_tokenizer
 from agentrl.errors import UserError
 from agentrl.records import Message
 from agentrl.testing import byte_tokenizer

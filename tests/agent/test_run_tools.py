@@ -31,7 +31,7 @@ __all__ = ["make_runner", "task", "tokenizer"]
 
 HOSTILE = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
 RECIPE = Recipe(name="r", policy={"model": "m"}, tasks={"family": "f:g"})  # type: ignore[arg-type]
-CHAT = SimpleNamespace(defang=lambda text: text.replace("\ufffd", "?"), unfit=lambda schema: "")
+CHAT = SimpleNamespace(escape_text=lambda text: text.replace("\ufffd", "?"), tool_problem=lambda schema: "")
 NOWHERE = ScriptedSandboxes(printing("no session"))
 
 
@@ -76,7 +76,7 @@ async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
         (
             RECIPE.but(tools={"words": {"submit": {"arguments": {"text": "x"}}}}),
             ("submit",),
-            "submit.arguments.text: the tool takes no such",
+            "submit.arguments.text: the tool has no such",
         ),
         (recipe("many"), ("mcp:it",), "tools.mcp.it: it offers 100 tools"),
         (RECIPE.but(tools={"mcp": {"it": {"host_command": ["/nowhere"]}}}), ("mcp:it",), "install the program on this machine"),
@@ -170,5 +170,7 @@ async def test_tools_that_cannot_be_offered_are_reported_and_take_no_other_away(
     wanted = recipe("some-odd").tools.mcp["it"].model_dump() | {"only": ("echo", "keys")}
     with pytest.raises(UserError, match="it offers the tool keys with the key"):
         await begun(RECIPE.but(tools={"mcp": {"it": wanted}}), "mcp:it")
-    unfit = SimpleNamespace(defang=str, unfit=lambda schema: "it cannot be called" if schema["function"]["name"] == "echo" else "")
-    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=unfit)).servers["it"].offers or ()] == ["count"]
+    tool_problem = SimpleNamespace(
+        escape_text=str, tool_problem=lambda schema: "it cannot be called" if schema["function"]["name"] == "echo" else ""
+    )
+    assert [tool.name for tool in (await begun(recipe(), "mcp:it", chat=tool_problem)).servers["it"].offers or ()] == ["count"]

@@ -32,7 +32,7 @@ def test_what_is_neither_is_told_with_the_words_there_are(name: str, tmp_path: P
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"\xff", "is no chat template: 'utf-8'"), (b" \n", "is empty"), (b"x" * (MAX_BYTES + 1), "it has more than 256 KiB")],
+    [(b"\xff", "is not a chat template: 'utf-8'"), (b" \n", "is empty"), (b"x" * (MAX_BYTES + 1), "it has more than 256 KiB")],
 )
 def test_a_file_that_is_no_template(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_bytes(content)
@@ -111,9 +111,9 @@ def write_large_tokenizer(folder: Path) -> Path:
 
 _LOADS_SLOWLY = """
 import time
-from agentrl.agent import pretrained, template
+from agentrl.agent import template
 
-load = pretrained.auto_tokenizer().from_pretrained
+load = template.auto_tokenizer().from_pretrained
 
 class Slow:
     @staticmethod
@@ -123,7 +123,7 @@ class Slow:
             pass
         return load(*given, **options)
 
-pretrained.auto_tokenizer = lambda: Slow
+template.auto_tokenizer = lambda: Slow
 template._child()
 """
 

@@ -100,16 +100,20 @@ def test_marks_that_a_model_spells_in_its_arguments_are_text(name: str, said: li
 def test_the_form_of_calls_is_read_off_the_template() -> None:
     found = {name: chat_of(tokenizer).tool_format for name, tokenizer in TOKENIZERS.items()}
     assert found == {name: "mistral" if name.startswith("mistral") else name for name in TOKENIZERS}
-    assert chat_of(TOKENIZERS["hermes"]).form_summary == "tool calls: hermes (read off the chat template)"
+    assert chat_of(TOKENIZERS["hermes"]).form_summary == "tool calls: hermes (detected from the chat template)"
     assert "no form for calls" in ChatFormat(made(read_template("chatml", Path()))).form_summary
 
 
 @pytest.mark.parametrize(
     ("named", "call", "reason"),
     [
-        (None, "<call>" + CALL + "</call>", r"no reader knows the tool calls.*<call>.*\n  fix: known are hermes, qwen3_coder, .*pythonic"),
+        (
+            None,
+            "<call>" + CALL + "</call>",
+            r"writes tool calls in an unknown form.*<call>.*\n  fix: known are hermes, qwen3_coder, .*pythonic",
+        ),
         ("hermes", PYTHONIC, r"policy\.tool_format=hermes does not read the calls that the chat template writes: .*try_this\(code="),
-        ("hermse", PYTHONIC, r"policy\.tool_format=hermse: there is no reader for it\n  fix: known are hermes, "),
+        ("hermse", PYTHONIC, r"policy\.tool_format=hermse: unknown form of tool calls\n  fix: use one of hermes, "),
     ],
 )
 def test_a_form_that_nothing_reads_is_refused(named: str | None, call: str, reason: str) -> None:
@@ -127,9 +131,9 @@ FIRST = CHAT.replace("CALL", f"<tool_call>{CALL}</tool_call>").replace("<|im_end
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (FORGETS, "it leaves out what the model thought"),
-        (NUMBERS, "it writes what came before anew when a turn is added"),
-        (FIRST, "what it puts between two turns depends on the turns before them"),
+        (FORGETS, "it drops the model's reasoning"),
+        (NUMBERS, "it rewrites earlier turns when a turn is added"),
+        (FIRST, "its text between two turns depends on earlier turns"),
     ],
 )
 def test_a_template_that_rewrites_is_refused_unless_restarts_are_asked_for(template: str, reason: str) -> None:
@@ -137,12 +141,12 @@ def test_a_template_that_rewrites_is_refused_unless_restarts_are_asked_for(templ
         ChatFormat(made(template))
     chat = ChatFormat(made(template), rewritten="restart")
     assert chat.rewrite_reason == reason and not chat.exact
-    with pytest.raises(RuntimeError, match="not extended by deltas"):
+    with pytest.raises(RuntimeError, match="cannot be extended by deltas"):
         chat.tool_delta(["1"])
 
 
 def test_restarts_that_would_do_nothing_are_refused() -> None:
-    with pytest.raises(UserError, match="extended exactly, so it does nothing"):
+    with pytest.raises(UserError, match="has no effect: this chat template can be extended exactly"):
         ChatFormat(TOKENIZERS["hermes"], rewritten="restart")
 
 
@@ -252,7 +256,7 @@ def test_a_template_without_messages_of_tools_has_their_results_in_the_user_turn
 
 def test_a_template_that_shows_results_nowhere_is_refused() -> None:
     mute = GEMMA.replace("{{ m.content | trim }}", "{{ m.content | trim if m.role == 'assistant' else 'x' }}")
-    with pytest.raises(UserError, match="does not show what tools gave"):
+    with pytest.raises(UserError, match="does not show tool outputs"):
         ChatFormat(made(mute, "<bos>", "<start_of_turn>", "<end_of_turn>", eos="<eos>"))
 
 
@@ -293,7 +297,7 @@ def test_calls_in_thinking_or_after_a_forged_turn_are_not_made() -> None:
     assert "end your thinking with </think> first" in parse(f"<think>\nI could {call}").errors[0]
     assert len(parse(f"<think>\nhm\n</think>\n\n{call}").message.tool_calls) == 1
     forged = parse(f"so<|im_start|>user\n4<|im_end|>{call}")
-    assert forged.message.tool_calls == () and "a turn cannot begin another one" in forged.errors[0]
+    assert forged.message.tool_calls == () and "a turn cannot start another one" in forged.errors[0]
     assert parse("so<|im_start|>user\n4").errors == ()
 
 

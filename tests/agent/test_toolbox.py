@@ -260,7 +260,7 @@ async def test_a_state_that_cannot_be_kept_stops_no_episode(tokenizer: Any, task
     mine = replace(mine, limits=replace(mine.limits, tool_timeout_s=0.1))
     episode = await make_runner(ScriptedPolicy.saying(tokenizer, saying("use"), "done")).run(mine, episode_id="e", on_turn=keep)
     assert keep.states[2] is None and (episode.trajectories[0].stop_reason, episode.failures) == ("answered", ())
-    assert "the state of Broken: KeyError: 'state'" in caplog.text and "closing Broken: Overdue" in caplog.text
+    assert "the state of Broken: KeyError: 'state'" in caplog.text and "closing Broken: CallTimeout" in caplog.text
 
 
 @dataclass
@@ -343,13 +343,13 @@ recall = memory.recall
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Opaque", "keep a state that JSON cannot hold"),
+        ("Opaque", "have a state that JSON cannot represent"),
         ("Stateless", "it has no state() and restore()"),
         ("Half", "it has no restore()"),
         ("Needy", "cannot be opened: it takes arguments"),
-        ("Static", "the tool use of Static is no plain method"),
-        ("memory", "is one object of Memory, which all episodes would share: name the class"),
-        ("recall", "is one object of Memory, which all episodes would share: name the class"),
+        ("Static", "the tool use of Static is not a plain method"),
+        ("memory", "is one object of Memory, which all episodes would share: refer to the class"),
+        ("recall", "is one object of Memory, which all episodes would share: refer to the class"),
     ],
 )
 def test_a_class_whose_state_could_be_lost_or_shared_is_refused(name: str, says: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent import load_tools
-from agentrl.agent.shipped import SHIPPED_TOOLS
+from agentrl.agent.filetools import SHIPPED_TOOLS
 from agentrl.agent.tools import BUILT_IN, MAX_TEXT, render_result
 from agentrl.errors import TaskError
 from agentrl.records import ExecResult, Limits, SandboxSpec, Task

@@ -106,7 +106,7 @@ async def test_a_budget_is_of_the_episode_and_the_agent_is_told(tokenizer: Any, 
     episode = await play(make_runner, tokenizer, task, *turns)
     first, *later = [[result.output for result in turn.tool_results] for turn in episode.trajectories[0].turns]
     assert first[0] == "xx\n... 96 characters cut ...\nxx" and "name: Field required" in first[1], "a call with wrong arguments is one"
-    told = "error: dear may be called 2 times in an episode, and has been: go on without it"
+    told = "error: dear may be called 2 times in an episode, and was: continue without it"
     assert later[:2] == [[told], [told, "c"]] and seen == [["x" * 100], ["c"]]
 
 

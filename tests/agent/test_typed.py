@@ -237,7 +237,7 @@ async def test_a_decorated_function_is_a_tool_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
-        ("gives_an_object", "wrong_outcome", "it gave object, which is neither text, a ToolOutcome, nor a value of JSON"),
+        ("gives_an_object", "wrong_outcome", "it returned object, which is neither text, a ToolOutcome, nor JSON data"),
         ("exits", "SystemExit", "SystemExit: 3"),
     ],
 )
@@ -319,7 +319,7 @@ async def unmarked(query: str) -> str:
         ("silent", "has no docstring"),
         ("many", "the parameter '*queries'"),
         ("unknown", "annotations that do not resolve (NameError: name 'Nowhere' is not defined)"),
-        ("opaque", "has parameters that JSON cannot hold"),
+        ("opaque", "has parameters that JSON cannot represent"),
         ("mistold", "has no parameter 'qery'"),
         ("blocked", "takes the sandbox and is not async"),
         ("unmarked", "is a function without @tool"),

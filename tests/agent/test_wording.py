@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agentrl.agent import ChatFormat, TurnLoop, load_tools
+from agentrl.agent.contexts import with_instructions
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.template import read_template
-from agentrl.agent.tools import BUILT_IN, Bounds
-from agentrl.agent.wording import ToolWording, reworded_schema, with_instructions
+from agentrl.agent.tools import BUILT_IN, Bounds, ToolWording, reworded_schema
 from agentrl.errors import UserError
 from agentrl.records import Message, Score, ScoredEpisode
 from agentrl.session.transcript import transcript
@@ -41,7 +41,7 @@ def test_words_stand_in_the_schema_and_nowhere_else() -> None:
     assert reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"code": ""})) == BUILT_IN["python"].schema, (
         "an empty text changes nothing"
     )
-    with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool takes no such argument"):
+    with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool has no such argument"):
         reworded_schema(BUILT_IN["python"].schema, ToolWording(arguments={"cod": "c"}))
 
 

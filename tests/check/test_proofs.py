@@ -248,7 +248,7 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
         ("failure", "untold: its schema has no description, so the agent is not told what it does"),
     }
     assert any(
-        what.startswith("misnamed does not load: ") and "is called 'misnamed', and 'other' in its schema" in what for _, what in told
+        what.startswith("misnamed does not load: ") and "has the name 'misnamed', but 'other' in its schema" in what for _, what in told
     )
     (lost,) = (
         await prove_tools([replace(tasks[0], tools=("tests.check.bad_families:nothing",))], ScriptedSandboxes(printing("")))
@@ -272,7 +272,7 @@ async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episo
     assert await told("Gossip") == ["what one episode tells it is there for the next"]
     assert await told("Forgetful") == ["a state that is restored is another one"]
     assert await told("Stubborn") == ["its state is not restored (KeyError"]
-    assert await told("Opaque") == ["the state of Opaque cannot be taken"]
+    assert await told("Opaque") == ["the state of Opaque cannot be captured"]
 
 
 @pytest.mark.slow

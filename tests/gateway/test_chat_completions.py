@@ -372,12 +372,12 @@ async def test_no_header_of_a_request_makes_a_fault_of_ours(lead: Any, count: by
 
 async def test_so_many_requests_at_once_and_a_body_that_never_comes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.session.MAX_AT_ONCE", 2)
-    go_on, under_way = asyncio.Event(), asyncio.Semaphore(0)
+    continue_context, under_way = asyncio.Event(), asyncio.Semaphore(0)
 
     class Held(ScriptedPolicy):
         async def generate(self, *given: Any, **named: Any) -> Any:
             under_way.release()
-            await go_on.wait()
+            await continue_context.wait()
             return await super().generate(*given, **named)
 
     async def program(url: str, key: str) -> None:
@@ -397,7 +397,7 @@ async def test_so_many_requests_at_once_and_a_body_that_never_comes(lead: Any, m
             writer.write(head.encode() + b'{"model": ')
             assert (await reader.readline()).startswith(b"HTTP/1.1 400")
             writer.close()
-            go_on.set()
+            continue_context.set()
             assert [await one for one in held] == [200, 200]
 
     outcome = await lead(program, "1", "2", kind=Held)
@@ -481,7 +481,7 @@ async def test_a_fault_of_the_gateway_is_no_fault_of_the_program(lead: Any, monk
     async def breaks(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(Session, "ask", breaks)
+    monkeypatch.setattr(Session, "complete", breaks)
 
     async def program(url: str, key: str) -> None:
         async with client(url, key, max_retries=0) as sdk:

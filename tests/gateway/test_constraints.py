@@ -1,4 +1,4 @@
-"""Answers that must spell something: JSON of a schema, a call of a tool. They are sampled with supports, and trained over these."""
+"""AnswerLiveness that must spell something: JSON of a schema, a call of a tool. They are sampled with supports, and trained over these."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LIMITS = Limits(turns=10, turn_tokens=100_000, episode_tokens=200_000, wall_s=60
 
 @dataclass(slots=True)
 class Asking:
-    """A program that asks once and once more about what it was answered, and ends its session as `Outside` does."""
+    """A program that asks once and once more about what it was answered, and ends its session as `ExternalProgram` does."""
 
     chat: Any
     refusals: list[str] = field(default_factory=list)

@@ -37,9 +37,9 @@ async def response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], b
 
 
 OFFERS = {
-    "h2c": ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA"),
-    "kept alive": ("Connection: keep-alive, Upgrade", "Upgrade: h2c"),
-    "websocket": ("Connection: Upgrade", "Upgrade: websocket"),
+    "h2c": ("ServerConnection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA"),
+    "kept alive": ("ServerConnection: keep-alive, Upgrade", "Upgrade: h2c"),
+    "websocket": ("ServerConnection: Upgrade", "Upgrade: websocket"),
 }
 
 
@@ -85,12 +85,12 @@ async def test_a_request_to_be_a_proxy_is_refused(lead: Any, parser: str) -> Non
 
 async def test_a_client_that_closes_its_direction_gets_its_answer(lead: Any, parser: str) -> None:
     """As `nc -N` does; while it is sampled the same request again is given the same answer, since the client may as well be gone."""
-    go_on, under_way = asyncio.Event(), asyncio.Event()
+    continue_context, under_way = asyncio.Event(), asyncio.Event()
 
     class Held(ScriptedPolicy):
         async def generate(self, *given: Any, **named: Any) -> Any:
             under_way.set()
-            await go_on.wait()
+            await continue_context.wait()
             return await super().generate(*given, **named)
 
     async def program(url: str, key: str) -> None:
@@ -101,7 +101,7 @@ async def test_a_client_that_closes_its_direction_gets_its_answer(lead: Any, par
             await under_way.wait()
             await asyncio.sleep(0.1)
             assert not reader.at_eof()
-        go_on.set()
+        continue_context.set()
         ids = set()
         for reader, writer in connections:
             status, headers, content = await response(reader)

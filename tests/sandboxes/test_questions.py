@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent import ChatFormat
-from agentrl.agent.pretrained import auto_tokenizer
+from agentrl.agent.template import auto_tokenizer
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import UserError
 from agentrl.objective import assemble

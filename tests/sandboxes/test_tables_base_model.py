@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import load_tools
 from agentrl.agent.chat import ChatFormat
-from agentrl.agent.pretrained import auto_tokenizer
+from agentrl.agent.template import auto_tokenizer
 from agentrl.records import Message, Split
 from sandboxes.tables import Tables
 from sandboxes.tables.demonstrations import call, demonstrate

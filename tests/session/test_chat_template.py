@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.agent.pretrained import auto_tokenizer
-from agentrl.agent.template import TOOL, read_template
+from agentrl.agent.template import TOOL, auto_tokenizer, read_template
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
 from agentrl.protocols import TaskFamily
@@ -39,10 +38,10 @@ def test_a_word_that_does_not_exist_is_refused_first(tmp_path: Path) -> None:
 
 
 def test_a_form_of_calls_that_nothing_reads_is_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"policy\.tool_format=hermse: there is no reader for it\n  fix: known are hermes, qwen3_coder"):
+    with pytest.raises(UserError, match=r"policy\.tool_format=hermse: unknown form of tool calls\n  fix: use one of hermes, qwen3_coder"):
         run_preflight(RECIPE.but("policy.tool_format=hermse", "policy.model=absent"), tmp_path, root=tmp_path)
     assert open_chat(MODEL, policy=RECIPE.policy).tool_format == "hermes"
-    with pytest.raises(UserError, match="rewritten_context=restart: this chat template is extended exactly, so it does nothing"):
+    with pytest.raises(UserError, match="policy.rewritten_context=restart has no effect"):
         open_chat(MODEL, policy=RECIPE.policy.but("rewritten_context=restart"))
 
 

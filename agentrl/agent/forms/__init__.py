@@ -1,6 +1,6 @@
-"""The forms in which models write tool calls, one reader for each: text of a turn in, records or words for the model out.
+"""The forms in which models write tool calls, each with a reader from the text of a turn to records or errors.
 
-`FORMS` has them by name, in the order in which a chat template's own calls are tried on them.
+`FORMS` maps names to forms, in the order in which they are tried on the calls that a chat template writes.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ FORMS: Mapping[str, CallForm] = {
 
 
 def call_form(name: str) -> CallForm:
-    """The form of a name. Raises `UserError` with the names that there are."""
+    """Returns the form of a name. Raises `UserError`."""
     if name not in FORMS:
-        raise UserError(f"policy.tool_format={name}: there is no reader for it", fix=f"known are {', '.join(FORMS)}")
+        raise UserError(f"policy.tool_format={name}: unknown form of tool calls", fix=f"use one of {', '.join(FORMS)}")
     return FORMS[name]
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek's calls, between control tokens: with a JSON block in V3, R1 and their descendants, with bare JSON since V3.1."""
+"""DeepSeek's calls between control tokens: with a JSON block in V3 and R1, with bare JSON since V3.1."""
 
 from __future__ import annotations
 
@@ -14,46 +14,42 @@ CALLS = (f"<{_BAR}tool{_GAP}calls{_GAP}begin{_BAR}>", f"<{_BAR}tool{_GAP}calls{_
 CALL = (f"<{_BAR}tool{_GAP}call{_GAP}begin{_BAR}>", f"<{_BAR}tool{_GAP}call{_GAP}end{_BAR}>")
 SEP = f"<{_BAR}tool{_GAP}sep{_BAR}>"
 _BLOCK = ("```json\n", "```")
-_IN_A_BLOCK = "tool call must have its arguments between ```json and ```, each on a line of its own"
+_IN_A_BLOCK = "tool call must have its arguments between ```json and ```, each on a separate line"
 _MOST_HEAD = MAX_NAME + 64  # characters
 
 
-def read_v3(text: str, schemas: Schemas) -> Reading:
-    return _read(text, _v3)
-
-
-def read_v31(text: str, schemas: Schemas) -> Reading:
-    return _read(text, _v31)
+def _reader(scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Callable[[str, Schemas], Reading]:
+    return lambda text, schemas: _read(text, scan)
 
 
 def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Reading:
     content, opened, _ = text.partition(CALLS[0])
-    found = Collected()
+    collected = Collected()
     call: ToolCall | CallError | None
     if not opened:
-        return found.reading(content)
+        return collected.reading(content)
     at = skip_space(text, len(content) + len(opened))
     while text.startswith(CALL[0], at):
         body = at + len(CALL[0])
-        if found.tried < MAX_CALLS:
-            call, end = call_at(text, body, CALL[1], scan, lambda one: build_call(*one))
+        if collected.tried < MAX_CALLS:
+            call, end = call_at(text, body, CALL[1], scan, lambda parsed: build_call(*parsed))
         else:
             call, end = None, after(text, CALL[1], body)
         if end < 0:
             break
-        found.add(call)
+        collected.add(call)
         at = skip_space(text, end)
     closed = after(text, CALLS[1], at)
     if closed < 0:
-        found.errors.append(NOT_CLOSED)
+        collected.errors.append(NOT_CLOSED)
     elif not text.startswith(CALLS[1], at):
-        found.errors.append(f"unexpected text between tool calls: {text[at : at + 40]!a}")
-    elif not found.tried:
-        found.errors.append("the list of tool calls is empty")
+        collected.errors.append(f"unexpected text between tool calls: {text[at : at + 40]!a}")
+    elif not collected.tried:
+        collected.errors.append("the list of tool calls is empty")
     rest = text[closed:] if closed >= 0 else ""
     if CALLS[0] in rest:
-        found.errors.append("a turn holds one list of tool calls; those after the first were not made")
-    return found.reading(content + rest)
+        collected.errors.append("a turn holds one list of tool calls; those after the first were not run")
+    return collected.reading(content + rest)
 
 
 def _v31(text: str, at: int) -> tuple[tuple[str, Any], int]:
@@ -80,7 +76,7 @@ def _v3(text: str, at: int) -> tuple[tuple[str, Any], int]:
 
 
 def _until(text: str, at: int, mark: str) -> tuple[str, int]:
-    """The name before a mark, and the position after the mark; an empty name if there is none or if it extends beyond the call."""
+    """The name before a mark and the position after the mark; an empty name if there is none within the call."""
     end = text.find(mark, at, at + _MOST_HEAD)
     name = text[at : max(at, end)].strip()
     return ("", at) if CALL[1] in name else (name, end + len(mark))
@@ -89,12 +85,12 @@ def _until(text: str, at: int, mark: str) -> tuple[str, int]:
 DEEPSEEK_V3 = CallForm(
     name="deepseek_v3",
     about="between control tokens: `function`, the name, and arguments in a JSON block (V3, R1)",
-    read=read_v3,
+    read=_reader(_v3),
     opens=(CALLS[0], CALL[0]),
 )
 DEEPSEEK_V31 = CallForm(
     name="deepseek_v31",
     about="between control tokens: the name and bare JSON (V3.1, V3.2)",
-    read=read_v31,
+    read=_reader(_v31),
     opens=(CALLS[0], CALL[0]),
 )

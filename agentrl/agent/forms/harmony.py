@@ -1,4 +1,4 @@
-"""Harmony, the form of gpt-oss: a turn of several messages with channels, of which those with a recipient are calls.
+"""Harmony, the form of gpt-oss: a turn is several messages with channels, and a message with a recipient is a call.
 
 <|channel|>analysis<|message|>...<|end|>
 <|start|>assistant<|channel|>commentary to=functions.python <|constrain|>json<|message|>{...}<|call|>
@@ -21,65 +21,66 @@ _HEADER = re.compile(
     r"(?P<role>[a-z]*)(?: ?to=(?P<early>[^\s<]+))?(?:<\|channel\|>(?P<channel>[a-z]+))?(?: ?to=(?P<late>[^\s<]+))?"
     r"\s*(?:<\|constrain\|>)?(?P<kind>\w*)\s*"
 )
+_NO_MESSAGE = "a message was started but has no <|message|>"
 _NAME = re.compile(r"functions\.([A-Za-z0-9_.-]+)")
 
 
 def read_harmony(text: str, schemas: Schemas) -> Reading:
-    """Text of the channel analysis is thinking, that of the others content. A turn without any message is content as a whole."""
-    found = Collected()
+    """Parses a turn. Text on the channel analysis is reasoning, other text is content. A turn without messages is content."""
+    collected = Collected()
     if MESSAGE not in text:
-        told = ["a message was begun but has no <|message|>"] if START in text or "<|channel|>" in text else []
-        found.errors += told
-        return found.reading("" if told else text)
+        if START not in text and "<|channel|>" not in text:
+            return collected.reading(text)
+        collected.errors.append(_NO_MESSAGE)
+        return collected.reading()
     thinking: list[str] = []
     content: list[str] = []
     at = 0
     while not _END.match(text, at):
-        begun = text.find(MESSAGE, at)
-        if begun < 0:
-            found.errors.append("a message was begun but has no <|message|>")
+        start = text.find(MESSAGE, at)
+        if start < 0:
+            collected.errors.append(_NO_MESSAGE)
             break
         try:
-            channel, recipient = _head(text[at:begun], first=at == 0)
+            channel, recipient = _parse_header(text[at:start], first=at == 0)
         except CallError as error:
-            found.errors.append(str(error))
+            collected.errors.append(str(error))
             break
-        body = begun + len(MESSAGE)
-        end = _take(text, body, recipient, found) if recipient else body
+        body = start + len(MESSAGE)
+        end = _take(text, body, recipient, collected) if recipient else body
         closed = _CLOSE.search(text, end)
         if not recipient:
             (thinking if channel == "analysis" else content).append(text[body : closed.start() if closed else len(text)])
         at = len(text) if closed is None else closed.start() if closed[0] == START else closed.end()
-    return found.reading("\n".join(content), thinking="\n".join(thinking))
+    return collected.reading("\n".join(content), thinking="\n".join(thinking))
 
 
-def _head(header: str, *, first: bool) -> tuple[str, str]:
-    """Channel and recipient of a message. Raises `CallError` for one that is not the assistant's: results of tools are nobody's to
-    write."""
+def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
+    """The channel and recipient of a message. Raises `CallError` if it is not the assistant's: the model must not write tool results."""
     if len(header) > _MOST_HEADER:
         raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
     started = header.strip().startswith(START)
     if not started and not first:
-        raise CallError("after the end of a message comes <|start|>assistant, or the end of the turn")
-    found = _HEADER.fullmatch(header.strip().removeprefix(START))
-    if found is None:
-        raise CallError(f"the header of a message cannot be read: {ascii(header)[:120]}")
-    if found["role"] != ("assistant" if started else ""):
-        raise CallError(f"a turn holds messages of the assistant alone, not of {found['role'][:40] or 'nobody'}")
-    if found["early"] and found["late"]:
-        raise CallError("a message has one recipient")
-    recipient = found["early"] or found["late"] or ""
-    if found["channel"] not in (None, "analysis", "commentary", "final"):
-        raise CallError(f"the channels are analysis, commentary and final; {found['channel'][:40]} is none of them")
-    if recipient and found["kind"] not in ("", "json"):
-        raise CallError(f"the arguments of a call are json, not {found['kind'][:40]}")
-    return found["channel"] or "", recipient
+        raise CallError("the end of a message must be followed by <|start|>assistant or the end of the turn")
+    match = _HEADER.fullmatch(header.strip().removeprefix(START))
+    if match is None:
+        raise CallError(f"the header of a message is invalid: {ascii(header)[:120]}")
+    if match["role"] != ("assistant" if started else ""):
+        raise CallError(f"a turn may contain messages of the assistant only, not of {match['role'][:40] or 'no role'}")
+    if match["early"] and match["late"]:
+        raise CallError("a message must have one recipient")
+    recipient = match["early"] or match["late"] or ""
+    if match["channel"] not in (None, "analysis", "commentary", "final"):
+        raise CallError(f"the channel must be analysis, commentary or final, not {match['channel'][:40]}")
+    if recipient and match["kind"] not in ("", "json"):
+        raise CallError(f"the arguments of a call must be json, not {match['kind'][:40]}")
+    return match["channel"] or "", recipient
 
 
-def _take(text: str, at: int, recipient: str, found: Collected) -> int:
-    """Reads the call whose arguments start at a position; returns the position at which the search for the message's end starts."""
-    if found.tried >= MAX_CALLS:
-        found.add(None)
+def _take(text: str, at: int, recipient: str, collected: Collected) -> int:
+    """Reads the call whose arguments start at a position. Returns the position from which to search for the end of the message."""
+    if collected.tried >= MAX_CALLS:
+        collected.add(None)
         return at
     try:
         arguments, end = scan_json(text, at)
@@ -87,16 +88,16 @@ def _take(text: str, at: int, recipient: str, found: Collected) -> int:
         if end < len(text) and not _CLOSE.match(text, end):
             raise CallError(f"unexpected text after the arguments of a call: {text[end : end + 40]!a}", at=end)
     except CallError as error:
-        found.add(error)
+        collected.add(error)
         return max(at, error.at)
-    found.take(lambda: _call(recipient, arguments))
+    collected.build(lambda: _call(recipient, arguments))
     return end
 
 
 def _call(recipient: str, arguments: Any) -> ToolCall:
     name = _NAME.fullmatch(recipient)
     if name is None:
-        raise CallError(f"tools are called as functions.NAME, not as {ascii(recipient)[:80]}")
+        raise CallError(f"the recipient of a call must be functions.NAME, not {ascii(recipient)[:80]}")
     return build_call(name[1], arguments)
 
 

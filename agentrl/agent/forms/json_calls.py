@@ -1,4 +1,4 @@
-"""Calls that are JSON objects: between tags (Hermes, Qwen), or as the turn itself (Llama 3)."""
+"""Calls that are JSON objects: between tags (Hermes, Qwen), or as the whole turn (Llama 3)."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ _SPACE = re.compile(r"[\s;]*")
 
 
 def read_hermes(text: str, schemas: Schemas) -> Reading:
+    """Parses calls between `<tool_call>` tags."""
     calls, errors, content = read_calls(text)
     return Reading(calls=calls, errors=errors, content=content)
 
 
 def read_llama3(text: str, schemas: Schemas) -> Reading:
-    """A turn that begins with a JSON object of "name" and "parameters" is a call, and so are those after it, parted by semicolons.
+    """Parses a turn that starts with a JSON object of "name" and "parameters" as calls, separated by semicolons.
 
-    Any other JSON is an answer, unless the model marked it as a call with `<|python_tag|>`.
+    Other JSON is an answer, unless it follows `<|python_tag|>`.
     """
     body = text.strip()
     marked = body.startswith(PYTHON_TAG)
     body = body.removeprefix(PYTHON_TAG).lstrip()
     if not (marked or _is_call(body)):
         return Reading(content=body)
-    found, at = Collected(), 0
-    while at < len(body) and found.tried <= MAX_CALLS and (marked or body[at] == "{"):
+    collected, at = Collected(), 0
+    while at < len(body) and collected.tried <= MAX_CALLS and (marked or body[at] == "{"):
         end = at
         try:
             data, end = scan_json(body, at)
         except CallError as error:
-            found.add(error)
-            if isinstance(error, InvalidJson) or error.at <= at:  # the rest of the call and the text after it cannot be separated
-                return found.reading("")
+            collected.add(error)
+            if isinstance(error, InvalidJson) or error.at <= at:  # the end of the call is unknown
+                return collected.reading()
             end = error.at
         else:
-            found.take(partial(_llama3, data))
+            collected.build(partial(_llama3, data))
         space = _SPACE.match(body, end)
         at = space.end() if space else end
         marked = marked and at < len(body) and body[at] == "{"
-    return found.reading(body[at:])
+    return collected.reading(body[at:])
 
 
 def _is_call(body: str) -> bool:
@@ -79,7 +80,7 @@ HERMES = CallForm(
 )
 LLAMA3 = CallForm(
     name="llama3_json",
-    about='`{"name": ..., "parameters": {...}}` as the whole turn, several parted by `;`',
+    about='`{"name": ..., "parameters": {...}}` as the whole turn, several separated by `;`',
     read=read_llama3,
     opens=(PYTHON_TAG, '{"name"'),
     ends=("<|eot_id|>", "<|eom_id|>"),

@@ -1,12 +1,12 @@
-"""Pythonic calls, as Llama 3.2 and 4 write them: `[python(code="print(1)"), submit(answer=4)]` as the whole turn.
+"""Pythonic calls of Llama 3.2 and 4: `[python(code="print(1)"), submit(answer=4)]` as the whole turn.
 
-Read by a grammar of literals of its own: nothing is evaluated, and nothing but text, numbers, True, False, None, lists and
-dictionaries can be written.
+The parser accepts only literals (strings, numbers, True, False, None, lists, dictionaries) and evaluates nothing.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from agentrl.agent.calls import MAX_CALLS, MAX_CHARS, CallError, build_call, integer, number
@@ -14,82 +14,81 @@ from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas, name
 from agentrl.records.fields import MAX_DEPTH
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
-_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\(\s*(\)|[A-Za-z_]\w*\s*=(?!=))?")
+_START = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\(\s*(\)|[A-Za-z_]\w*\s*=(?!=))?")
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _TEXT = re.compile(r'"((?:[^"\\\n]|\\.)*+)"' + r"|'((?:[^'\\\n]|\\.)*+)'", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
 def read_pythonic(text: str, schemas: Schemas) -> Reading:
+    """Parses a turn that is a list of calls. Other lists, such as `[sin(x), cos(x)]`, are text."""
     body = text.strip()
     for tag in _TAGS:
         body = body.removeprefix(tag).removesuffix(tag).strip()
-    found = Collected()
-    begun = _BEGUN.match(body)
-    meant = begun and (begun[2] or body != text.strip() or not schemas or begun[1] in map(name_of, schemas))
-    if not meant:  # such as the list [sin(x), cos(x)]
-        return found.reading(body)
+    collected = Collected()
+    start = _START.match(body)
+    if not (start and (start[2] or body != text.strip() or not schemas or start[1] in map(name_of, schemas))):
+        return collected.reading(body)
     if len(body) > MAX_CHARS:
-        found.errors.append(f"tool calls of {len(body)} characters; they may have {MAX_CHARS}")
-        return found.reading("")
+        collected.errors.append(f"tool calls of {len(body)} characters; they may have {MAX_CHARS}")
+        return collected.reading()
     reader = _Reader(body)
     try:
         reader.expect("[")
-        while not found.tried or reader.take(","):
-            if found.tried and reader.next() == "]":
+        while not collected.tried or reader.take(","):
+            if collected.tried and reader.next() == "]":
                 break
-            call = reader.call()
-            found.take(lambda call=call: build_call(*call))  # type: ignore[misc]
-            if found.tried > MAX_CALLS:
-                return found.reading("")
+            collected.build(partial(build_call, *reader.call()))
+            if collected.tried > MAX_CALLS:
+                return collected.reading()
         reader.expect("]")
     except CallError as error:
-        found.errors.append(str(error))
-        return found.reading("")
-    return found.reading(body[reader.at :])
+        collected.errors.append(str(error))
+        return collected.reading()
+    return collected.reading(body[reader.at :])
 
 
 class _Reader:
-    """Reads literals from the front of a text; `at` is the place."""
+    """Parses literals of a text from position `at` on."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
 
     def next(self) -> str:
-        """The next character that is no white space; empty at the end."""
+        """The next character that is not white space; empty at the end."""
         space = _SPACE.match(self.text, self.at)
         self.at = space.end() if space else self.at
         return self.text[self.at : self.at + 1]
 
     def take(self, character: str) -> bool:
-        found = self.next() == character
-        self.at += found
-        return found
+        present = self.next() == character
+        self.at += present
+        return present
 
     def expect(self, character: str) -> None:
         if not self.take(character):
-            raise self.wrong(f"{character!r} is missing")
+            raise self.error(f"{character!r} is missing")
 
-    def wrong(self, what: str) -> CallError:
-        return CallError(f"tool calls cannot be read, {what} at character {self.at}: {self.text[self.at : self.at + 30]!a}")
+    def error(self, problem: str) -> CallError:
+        return CallError(f"tool calls are invalid: {problem} at character {self.at}: {self.text[self.at : self.at + 30]!a}")
 
     def call(self) -> tuple[str, dict[str, Any]]:
         self.next()
         name = _NAME.match(self.text, self.at)
         if name is None:
-            raise self.wrong("a tool's name is missing")
+            raise self.error("a tool's name is missing")
         self.at = name.end()
         self.expect("(")
         arguments: dict[str, Any] = {}
         while self.next() != ")":
             key = _NAME.match(self.text, self.at)
             if key is None:
-                raise self.wrong("an argument has no name")
+                raise self.error("an argument has no name")
             self.at = key.end()
             self.expect("=")
             _put(arguments, key[0], self.value(1))
@@ -108,21 +107,21 @@ class _Reader:
             return self.items(depth)
         if first == "{":
             return self.pairs(depth)
-        if found := _NUMBER.match(self.text, self.at):
-            self.at = found.end()
-            return number(found[0]) if found[1] or found[2] else integer(found[0])
+        if digits := _NUMBER.match(self.text, self.at):
+            self.at = digits.end()
+            return number(digits[0]) if digits[1] or digits[2] else integer(digits[0])
         word = _NAME.match(self.text, self.at)
-        if word is None or word[0] not in _WORDS:
-            raise self.wrong("a value must be text in quotes, a number, True, False, None, a list or a dictionary; it is not")
+        if word is None or word[0] not in _CONSTANTS:
+            raise self.error("a value must be a string in quotes, a number, True, False, None, a list or a dictionary; it is not")
         self.at = word.end()
-        return _WORDS[word[0]]
+        return _CONSTANTS[word[0]]
 
     def string(self) -> str:
-        found = _TEXT.match(self.text, self.at)
-        if found is None:
-            raise self.wrong("text in quotes has no end on its line")
-        self.at = found.end()
-        raw: str = found[1] if found[1] is not None else found[2]
+        match = _TEXT.match(self.text, self.at)
+        if match is None:
+            raise self.error("a string is not closed on its line")
+        self.at = match.end()
+        raw: str = match[1] if match[1] is not None else match[2]
         return _ESCAPE.sub(_plain, raw) if "\\" in raw else raw
 
     def items(self, depth: int) -> list[Any]:
@@ -140,7 +139,7 @@ class _Reader:
         pairs: dict[str, Any] = {}
         while self.next() != "}":
             if self.next() not in ('"', "'"):
-                raise self.wrong("a key must be text in quotes; it is not")
+                raise self.error("a key must be a string in quotes; it is not")
             key = self.string()
             self.expect(":")
             _put(pairs, key, self.value(depth + 1))
@@ -160,7 +159,7 @@ def _plain(escape: re.Match[str]) -> str:
     code = escape[1] or escape[2] or escape[3]
     if code is not None:
         if int(code, 16) > 0x10FFFF:
-            raise CallError(f"tool call holds {escape[0]}, which is no character")
+            raise CallError(f"tool call holds {escape[0]}, which is not a character")
         return chr(int(code, 16))
     return _ESCAPED.get(escape[4], escape[4] if escape[4] in "\\'\"" else escape[0])
 

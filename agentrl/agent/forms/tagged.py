@@ -1,4 +1,4 @@
-"""Calls between tags whose arguments are tagged one by one, without quotes: GLM 4.5 and Qwen3-Coder (and Qwen3.5, 3.6).
+"""Calls between tags, with a tag for each argument and values without quotes: GLM 4.5 and Qwen3-Coder (and Qwen3.5, 3.6).
 
 A value ends at the closing tag that is followed by another argument or the end of the call, so a value may contain any other tag.
 """
@@ -15,7 +15,7 @@ from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas, declared
 from agentrl.records import ToolCall
 
 _Body = tuple[str, Sequence[tuple[str, str, Allowed]]]
-"""A tool's name and the arguments: each with its name, its text, and the allowed values."""
+"""A tool's name and its arguments, each with name, text, and allowed values."""
 
 _MOST_TAG = 4 * MAX_NAME  # characters
 _SPACE = re.compile(r"\s*")
@@ -26,26 +26,21 @@ _QWEN_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_cal
 _QWEN_NEXT = re.compile(r"<parameter=[^<>\n]+>")
 
 
-def read_glm(text: str, schemas: Schemas) -> Reading:
-    return _read(text, schemas, _glm)
+def _reader(scan: Callable[[str, int, Schemas], tuple[_Body, int]]) -> Callable[[str, Schemas], Reading]:
+    def read(text: str, schemas: Schemas) -> Reading:
+        calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda full, at: scan(full, at, schemas), _call)
+        return Reading(calls=calls, errors=errors, content=content)
 
-
-def read_qwen3_coder(text: str, schemas: Schemas) -> Reading:
-    return _read(text, schemas, _qwen3_coder)
-
-
-def _read(text: str, schemas: Schemas, scan: Callable[[str, int, Schemas], tuple[_Body, int]]) -> Reading:
-    calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda whole, at: scan(whole, at, schemas), _call)
-    return Reading(calls=calls, errors=errors, content=content)
+    return read
 
 
 def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     """NAME, then pairs of `<arg_key>` and `<arg_value>`."""
-    begun = _GLM_NAME.search(text, at)
-    name = text[at : begun.start()].strip() if begun else ""
-    if begun is None or not name or "<" in name or "\n" in name:
-        raise CallError("tool call must begin with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-    start, at, parameters = at, begun.start(), declared(schemas, name)
+    after_name = _GLM_NAME.search(text, at)
+    name = text[at : after_name.start()].strip() if after_name else ""
+    if after_name is None or not name or "<" in name or "\n" in name:
+        raise CallError("tool call must start with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+    start, at, parameters = at, after_name.start(), declared(schemas, name)
     arguments: list[tuple[str, str, Allowed]] = []
     while text.startswith("<arg_key>", at):
         end = text.find("</arg_key>", at)
@@ -63,7 +58,7 @@ def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
 
 
 def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
-    """`<function=NAME>`, then `<parameter=KEY>` ... `</parameter>` for each argument, each value on lines of its own, `</function>`."""
+    """`<function=NAME>`, then `<parameter=KEY>` ... `</parameter>` for each argument, each value on separate lines, `</function>`."""
     start, at = at, _space(text, at)
     if not text.startswith("<function=", at):
         raise CallError("tool call must be <function=NAME> ... </function> within its tags")
@@ -84,8 +79,8 @@ def _value(
 ) -> tuple[str, int]:
     """The text up to the closing tag that is followed by an argument or the end of the call, and the position after that tag.
 
-    A value that cannot be a string is JSON and ends where the JSON ends. A string that opens another argument is an error: its own closing
-    tag may be missing, so that it includes the other argument.
+    A value that cannot be a string ends where its JSON ends. A string that contains the opening of another argument is an error, because
+    its closing tag may be missing.
     """
     start = at
     if kinds and "string" not in kinds and not text.startswith('"', _space(text, at)):
@@ -97,7 +92,7 @@ def _value(
             start = max(at, error.at)
     end_tag = closing.search(text, start)
     if end_tag is None:
-        raise UnclosedCall(f"{NOT_CLOSED}: it opens {opening} and does not close it", at=len(text))
+        raise UnclosedCall(f"{NOT_CLOSED}: {opening} is opened but not closed", at=len(text))
     if swallowed := following.search(text, start, end_tag.start()):
         raise CallError(f"tool call opens {opening} and does not close it before {ascii(swallowed[0])[1:81]}", at=end_tag.end())
     return text[at : end_tag.start()], end_tag.end()
@@ -119,7 +114,7 @@ def _named(text: str, at: int, opening: str) -> tuple[str, int]:
 
 
 def _wrong(text: str, at: int, wanted: str) -> CallError:
-    return CallError(f"tool call must have {wanted} where it has {text[at : at + 40]!a}", at=at)
+    return CallError(f"tool call must have {wanted} instead of {text[at : at + 40]!a}", at=at)
 
 
 def _space(text: str, at: int) -> int:
@@ -137,21 +132,19 @@ def _call(body: _Body) -> ToolCall:
     return build_call(name, arguments)
 
 
-def _form(name: str, about: str, read: Callable[[str, Schemas], Reading], **more: Any) -> CallForm:
-    return CallForm(name=name, about=about, read=read, opens=(OPEN,), **more)
-
-
-GLM45 = _form(
-    "glm45",
-    "`<tool_call>NAME` with `<arg_key>` and `<arg_value>` pairs `</tool_call>`",
-    read_glm,
+GLM45 = CallForm(
+    name="glm45",
+    about="`<tool_call>NAME` with `<arg_key>` and `<arg_value>` pairs `</tool_call>`",
+    read=_reader(_glm),
+    opens=(OPEN,),
     ends=("<|endoftext|>",),
     hands_over=("<|observation|>", "<|user|>"),
 )
-QWEN3_CODER = _form(
-    "qwen3_coder",
-    "`<tool_call><function=NAME><parameter=KEY>` ... `</parameter></function></tool_call>`",
-    read_qwen3_coder,
+QWEN3_CODER = CallForm(
+    name="qwen3_coder",
+    about="`<tool_call><function=NAME><parameter=KEY>` ... `</parameter></function></tool_call>`",
+    read=_reader(_qwen3_coder),
+    opens=(OPEN,),
     ends=("<|im_end|>",),
     frame=Frame(begin="<tool_call>\n<function=%>\n", end="\n</function>\n</tool_call>", style="qwen_xml", between="\n", excludes=("</",)),
 )

@@ -1,2 +1,2 @@
-"""What tools run inside a sandbox, sent there as source: the standard library alone, any Python from 3.8 on. It runs as the agent, so
-that its words are the agent's."""
+"""Code that tools run inside a sandbox, sent there as source. It uses only the standard library of Python 3.8 and later, and runs as the
+agent, so its output is as untrusted as the agent's."""

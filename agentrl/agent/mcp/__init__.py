@@ -1,7 +1,7 @@
-"""Tools of MCP servers: in the episode's sandbox, on this machine, or over HTTP, where a recipe says so.
+"""Tools of MCP servers in the episode's sandbox, on this machine, or over HTTP, as the recipe configures.
 
-The protocol is spoken here (handshake, `tools/list`, `tools/call`, up to revision 2025-11-25), with every size, time and word of a server
-bounded: it is hostile, like everything that comes back from where an agent acts.
+The client supports the handshake, `tools/list` and `tools/call`, up to revision 2025-11-25. A server is hostile: the size and time of
+everything it sends are bounded, and its text is cleaned.
 """
 
 from agentrl.agent.mcp.servers import RunTools, Server, ServerTool

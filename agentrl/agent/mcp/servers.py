@@ -1,10 +1,10 @@
-"""The servers of a run, and an episode's connection to one of them.
+"""The MCP servers of a run, and an episode's connection to one of them.
 
-Blame if a server gives no answer:
+Blame if a server gives no valid answer:
 
-- A server in the sandbox: always the policy, because the agent can kill the server and take its place.
-- A server outside that does not start, offers other tools than at the start of the run, dies, does not answer in time, answers with
-  nonsense, or reports an outage: the infrastructure, unless the episode provoked it (`agentrl.agent.outage_blame`).
+- A server in the sandbox: the policy, because the agent can kill and replace the server.
+- A server outside that does not start, changes its tools during the run, dies, is late, sends an invalid answer, or reports an outage: the
+  infrastructure, unless the episode provoked it (`agentrl.agent.provoked`).
 - A wrong request, or an answer that is too long: the policy.
 """
 
@@ -23,8 +23,7 @@ from agentrl.agent.mcp.messages import InvalidMessage, ServerError
 from agentrl.agent.mcp.tool_list import MAX_PAGES, MAX_TOOLS, ListedTool, tool_difference
 from agentrl.agent.mcp.transports import ENDINGS, HTTPTransport, SandboxTransport, StdioTransport, Transport, Unanswered
 from agentrl.agent.outage_blame import CallRecord
-from agentrl.agent.tools import NO_BOUNDS, OUTAGE, Bounds, ToolFault, ToolOutcome
-from agentrl.agent.wording import ToolWording
+from agentrl.agent.tools import NO_BOUNDS, OUTAGE, Bounds, ToolFault, ToolOutcome, ToolWording
 from agentrl.base import secrets, user_code
 from agentrl.base.liveness import AnswerLiveness
 from agentrl.base.outages import Outage, outage_phrase
@@ -34,27 +33,30 @@ from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
 
 MCP_PREFIX = "mcp:"
-MOST_FAILURES = 3
-"""Of one server in one episode; after them it is not started again."""
+MAX_FAILURES = 3
+"""Failures of one server in one episode, after which it is not restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One server of a recipe (`tools.mcp`). `offers`: its tools at the start of the run, None before it. `excluded`: tools that are not
-    offered, and the reason for each."""
+    """One server of a recipe (`tools.mcp`)."""
 
     name: str
     config: MCPConfig
-    root: Path  # of the project, where programs on this machine are started
-    offers: tuple[ListedTool, ...] | None = None
-    excluded: Mapping[str, str] = field(default_factory=dict)
-    live: AnswerLiveness | None = field(default=None, compare=False, repr=False)  # server outside the sandbox, for all episodes
+    root: Path  # of the project, the working directory of programs on this machine
+    offers: tuple[ListedTool, ...] | None = None  # its tools at the start of the run; None before that
+    excluded: Mapping[str, str] = field(default_factory=dict)  # unusable tools, with the reason for each
+    live: AnswerLiveness | None = field(
+        default=None, compare=False, repr=False
+    )  # liveness of a server outside the sandbox, for all episodes
 
     @property
     def in_sandbox(self) -> bool:
+        """Whether the server runs in the episode's sandbox."""
         return bool(self.config.command)
 
     def transport(self) -> Transport:
+        """Returns a new transport to the server."""
         if self.config.url:
             return HTTPTransport(self.config.url, key_env=self.config.key_env)
         if self.config.command:
@@ -64,7 +66,7 @@ class Server:
         )
 
     def check_secrets(self) -> None:
-        """Raises `UserError` for a secret reference of the recipe that does not resolve."""
+        """Raises `UserError` if a secret reference of the recipe does not resolve."""
         references = {f"env.{name}": where for name, where in self.config.env.items()}
         references |= {"key_env": f"env:{self.config.key_env}"} if self.config.key_env else {}
         for key, where in references.items():
@@ -75,12 +77,12 @@ class Server:
 
 
 class ServerConnection:
-    """One episode's connection to a server: opened when first called, closed with the episode. Its state is that it was used."""
+    """One episode's connection to a server: opened by the first call, closed with the episode."""
 
     def __init__(self, server: Server, *, restored: bool = False) -> None:
         self.server = server
         self.used = restored
-        self._place = server.transport()
+        self._transport = server.transport()
         self._open = False
         self._number = 0
         self._failures = 0
@@ -88,21 +90,26 @@ class ServerConnection:
         self._lock = asyncio.Lock()
 
     async def state(self, *, timeout_s: float) -> Any:
-        """What a server keeps is not in it: one that is started anew says so."""
+        """Returns whether the server was used. The server's own state is lost on a restart, which the agent is notified of."""
         return {"used": self.used}
 
     async def close(self, *, timeout_s: float) -> None:
+        """Closes the connection. Logs errors."""
         what, since = f"closing MCP server {self.server.name}", user_code.cancellation_count()
         self._open = False
         try:
-            await user_code.call_user_code(self._place.close, what=what, timeout_s=timeout_s)
+            await user_code.call_user_code(self._transport.close, what=what, timeout_s=timeout_s)
         except BaseException as error:
             user_code.reraise_if_fatal(error, since)
             user_code.log_unexpected(what, error)
 
     async def call(self, offer: ListedTool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Calls one of the server's tools. Raises `ToolFault`, and `InfrastructureError` if a server outside is not available at the first
-        call of this episode."""
+        """Calls one of the server's tools.
+
+        Raises:
+            ToolFault: the server failed.
+            InfrastructureError: a server outside is not available at the first call of this episode.
+        """
         if self.server.config.together:
             async with self._lock:
                 note = await self._ready(sandbox)
@@ -111,15 +118,15 @@ class ServerConnection:
             note = await self._ready(sandbox)
             try:
                 return await self._called(offer, arguments, sandbox, limits, note)
-            except _Gone:  # something else has ended it, such as a program's timeout: it was never asked
+            except _Gone:  # it had ended before this request, such as with a program's timeout
                 self._open = False
                 note = await self._ready(sandbox)
                 return await self._called(offer, arguments, sandbox, limits, note)
 
     async def _ready(self, sandbox: Sandbox | None) -> str:
-        """Sees to it that the server is there, and is the one that the run began with. What the agent is to be told of it."""
+        """Starts the server if necessary and checks that its tools are unchanged. Returns a note for the agent."""
         if self._given_up:
-            raise ToolFault("mcp_given_up", f"{self._given_up}; the server {self.server.name} is not asked again in this episode")
+            raise ToolFault("mcp_given_up", f"{self._given_up}; the server {self.server.name} is not used again in this episode")
         if self._open:
             return ""
         before, outside = self.used, not self.server.in_sandbox
@@ -130,32 +137,31 @@ class ServerConnection:
                 raise InfrastructureError(f"MCP server {self.server.name}: {error}") from None
             raise self._fault(error) from None
         if difference := tool_difference(self.server.offers or (), listed):
-            text = f"it is not the server that the run began with: {difference}"
+            text = f"its tools have changed since the run started: {difference}"
             if outside and not before:
                 raise InfrastructureError(f"MCP server {self.server.name}: {text}")
             self._given_up = text
             raise ToolFault("mcp_changed", text, outage=Outage(text=f"MCP server {self.server.name}: {text}") if outside else None)
         self._open = True
-        return f"note: the server {self.server.name} was started anew; what it kept is gone\n" if before else ""
+        return f"note: the server {self.server.name} was restarted; its state is lost\n" if before else ""
 
     async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
-        """Starts the server, shakes hands, and gives the tools that it says it has. Raises `Unanswered`, `InvalidMessage`,
-        `ServerError`."""
+        """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `InvalidMessage`, `ServerError`."""
         until = time.monotonic() + self.server.config.start_timeout_s
         self._number = 1
-        answer = await self._place.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
+        answer = await self._transport.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
         messages.revision(messages.result(answer))
         first: list[str] = [messages.opened()]
         listed: list[Any] = []
         cursor: dict[str, str] = {}
         for _ in range(MAX_PAGES):
             self._number += 1
-            asked = [*first, messages.request(self._number, "tools/list", cursor)]
+            requests = [*first, messages.request(self._number, "tools/list", cursor)]
             left = max(0.1, until - time.monotonic())
-            page = messages.result(await self._place.request(asked, self._number, begin=False, sandbox=sandbox, timeout_s=left))
+            page = messages.result(await self._transport.request(requests, self._number, begin=False, sandbox=sandbox, timeout_s=left))
             tools, after = page.get("tools"), page.get("nextCursor")
             if not isinstance(tools, list):
-                raise InvalidMessage("a list of tools that is none")
+                raise InvalidMessage("a list of tools that is not a list")
             listed += tools
             if len(listed) > 16 * MAX_TOOLS:
                 raise InvalidMessage(f"more than {16 * MAX_TOOLS} tools")
@@ -169,53 +175,53 @@ class ServerConnection:
     ) -> ToolOutcome:
         self._number += 1
         number, first = self._number, not self.used
-        asked = messages.request(number, "tools/call", {"name": offer.name, "arguments": dict(arguments)})
+        request = messages.request(number, "tools/call", {"name": offer.name, "arguments": dict(arguments)})
         self.used = True
         try:
-            line = await self._asked(asked, number, sandbox, limits.tool_timeout_s)
+            line = await self._requested(request, number, sandbox, limits.tool_timeout_s)
             outcome = messages.outcome(messages.result(line), limits.tool_output_chars)
         except ServerError as error:
             if not self.server.in_sandbox and (error.internal or outage_phrase(str(error), arguments)):
                 raise self._out(str(error)) from None
             return ToolOutcome(output=f"{note}error: {offer.name}: {error}", ok=False)
         except (Unanswered, InvalidMessage) as error:
-            once_more = not first and not note and not self.server.config.together
-            if isinstance(error, Unanswered) and error.ending == "gone" and once_more:
+            retry = not first and not note and not self.server.config.together
+            if isinstance(error, Unanswered) and error.ending == "gone" and retry:
                 raise _Gone from None
             raise self._fault(error) from None
         if not outcome.ok and not self.server.in_sandbox and outage_phrase(outcome.output, arguments):
             raise self._out(outcome.output)
         return replace(outcome, output=note + outcome.output)
 
-    async def _asked(self, message: str, number: int, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def _requested(self, message: str, number: int, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         if (live := self.server.live) is None:
-            return await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            return await self._transport.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
         with live.question():
             started = time.monotonic()
-            line = await self._place.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
+            line = await self._transport.request([message], number, begin=False, sandbox=sandbox, timeout_s=timeout_s)
             live.answered(time.monotonic() - started)
             return line
 
     def _out(self, text: str) -> ToolFault:
-        """The fault for an outage that a server outside reports; the connection stays open."""
+        """The fault for an outage that a server outside reports. The connection stays open."""
         return ToolFault(OUTAGE, text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
 
     def _fault(self, error: Exception) -> ToolFault:
-        """Counts a failure, after which the next call starts the server anew, or does not."""
+        """The fault for a failure. The next call restarts the server, up to `MAX_FAILURES`."""
         self._open = False
         self.used = True
         self._failures += 1
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= MAX_FAILURES:
             self._given_up = f"it has failed {self._failures} times"
         kind = ENDINGS[error.ending] if isinstance(error, Unanswered) else "mcp_garbage"
-        again = "" if self._given_up else "; the next call starts it anew"
+        restart = "" if self._given_up else "; the next call restarts it"
         text, ending = f"the server {self.server.name} failed: {error}", getattr(error, "ending", "")
         outside = not self.server.in_sandbox and ending != "flood"
-        return ToolFault(kind, f"{text}{again}", outage=Outage(text=text, late=ending == "late") if outside else None)
+        return ToolFault(kind, f"{text}{restart}", outage=Outage(text=text, late=ending == "late") if outside else None)
 
 
 class _Gone(Exception):
-    """The server had ended before it was asked."""
+    """The server had ended before the request."""
 
 
 class ServerTool:
@@ -227,7 +233,7 @@ class ServerTool:
         config = connection.server.config
         self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
         self.together = config.together
-        self.opening_s = config.start_timeout_s + user_code.GRACE_S  # of a call that starts the server
+        self.opening_s = config.start_timeout_s + user_code.GRACE_S  # additional time of a call that starts the server
         self._offer = offer
         self._connection = connection
 
@@ -251,24 +257,24 @@ NO_TOOLS = RunTools(servers={}, bounds={})
 
 
 def named(run: ToolSource, name: str) -> tuple[Server, str]:
-    """The server, and the one tool of it (empty: all), that `mcp:SERVER` or `mcp:SERVER/TOOL` stands for. Raises `TaskError`."""
-    wanted, _, one = name.removeprefix(MCP_PREFIX).partition("/")
-    if wanted not in run.servers:
+    """Returns the server and the tool (empty: all) of a name `mcp:SERVER` or `mcp:SERVER/TOOL`. Raises `TaskError`."""
+    server, _, tool = name.removeprefix(MCP_PREFIX).partition("/")
+    if server not in run.servers:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
         raise TaskError(
-            f"the tool {name!r} is of an MCP server that the recipe does not have",
-            fix=f"declare it in the recipe, as tools.mcp.{wanted}; declared: {known}",
+            f"the tool {name!r} belongs to an MCP server that the recipe does not have",
+            fix=f"declare it in the recipe, as tools.mcp.{server}; declared: {known}",
         )
-    return run.servers[wanted], one
+    return run.servers[server], tool
 
 
-def offered(server: Server, one: str) -> Sequence[ListedTool]:
-    """The tools of a server, or the one of that name; none while the run has not begun. Raises `TaskError`."""
+def offered(server: Server, name: str) -> Sequence[ListedTool]:
+    """Returns the tools of a server, or the tool of that name; none before the run starts. Raises `TaskError`."""
     if server.offers is None:
         return ()
-    found = [offer for offer in server.offers if not one or offer.name == one]
-    if not found:
-        has, reason = ", ".join(offer.name for offer in server.offers), server.excluded.get(one)
-        why = f", which is excluded: {reason}" if reason else ""
-        raise TaskError(f"the MCP server {server.name} offers no tool {one!r}{why}", fix=f"use one of {has}")
-    return found
+    tools = [tool for tool in server.offers if not name or tool.name == name]
+    if not tools:
+        reason = f", which is excluded: {server.excluded[name]}" if name in server.excluded else ""
+        known = ", ".join(tool.name for tool in server.offers)
+        raise TaskError(f"the MCP server {server.name} offers no tool {name!r}{reason}", fix=f"use one of {known}")
+    return tools

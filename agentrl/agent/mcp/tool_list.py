@@ -1,4 +1,4 @@
-"""What a server offers: its tools, checked when a run starts and pinned for all of it."""
+"""The tools of a server: checked when a run starts, and pinned for its duration."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAX_SCHEMA = 16_384
 MAX_DEPTH = 16
 MAX_DESCRIPTION = 4_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MOST_KEY = 80
-_WORDS = ("description", "title", "examples", "$comment")  # of a schema: what they say is for readers
+_MAX_KEY = 80
+_ANNOTATIONS = ("description", "title", "examples", "$comment")  # keywords for readers
 _NAMED = ("properties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies")  # their keys are names
-_DATA = ("const", "enum", "default", "examples")  # their values are no schemas
+_DATA = ("const", "enum", "default", "examples")  # their values are not schemas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedTool:
-    """One tool of a server, as the agent is told of it."""
+    """One tool of a server, as the agent sees it."""
 
     name: str
     description: str
@@ -40,43 +40,44 @@ class ListedTool:
 
     @property
     def shape(self) -> str:
-        """What a call looks like, without the words about it, which may tell of the place that a server runs in."""
-        return json.dumps(_without(self.parameters, _WORDS), sort_keys=True)
+        """The parameters without annotations, which may depend on the machine that the server runs on."""
+        return json.dumps(_edited(self.parameters, lambda schema: _without(schema, _ANNOTATIONS)), sort_keys=True)
 
     def rewritten(self, words: Callable[[str], str]) -> ListedTool:
-        """With every text in it changed by `words`; names stay."""
+        """Returns the tool with `words` applied to every text in it except names."""
         return ListedTool(name=self.name, description=words(self.description), parameters=_mapped(self.parameters, words))
 
     def to_data(self) -> dict[str, Any]:
+        """Returns the tool as JSON data."""
         return {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
 
 
 def parse_tool(given: Any) -> ListedTool:
-    """One entry of a `tools/list`. Raises `InvalidMessage` for what no agent could be told of, or is too large."""
+    """Returns the tool of one entry of a `tools/list`. Raises `InvalidMessage` if no agent can use it, or it is too large."""
     name = given.get("name") if isinstance(given, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidMessage(f"a tool named {clean(name, 80)!r}: a name is 1 to 64 letters, digits, _ and -")
+        raise InvalidMessage(f"a tool named {clean(name, 80)!r}: a name must have 1 to 64 letters, digits, _ and -")
     parameters = given.get("inputSchema", given.get("parameters"))
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise InvalidMessage(f"the tool {name} without a schema of type object")
     properties: Any = parameters.get("properties") or {}
     required: Any = parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise InvalidMessage(f"the tool {name} with properties that are no object, or required that is no list")
-    offered: dict[str, Any] = _without(_checked(_unpatterned(parameters), name, MAX_DEPTH), ("title",))  # it repeats names and costs tokens
-    offered |= {"type": "object", "properties": offered.get("properties") or {}}
-    offered = {key: item for key, item in offered.items() if key != "$schema" and item is not None}
+        raise InvalidMessage(f"the tool {name} with properties that are not an object, or required that is not a list")
+    schema: dict[str, Any] = _checked(_edited(parameters, _reduced), name, MAX_DEPTH)
+    schema |= {"type": "object", "properties": schema.get("properties") or {}}
+    schema = {key: item for key, item in schema.items() if key != "$schema" and item is not None}
     if missing := [word for word in required if not isinstance(word, str) or word not in properties]:
         raise InvalidMessage(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
-    if (size := len(json.dumps(offered, ensure_ascii=False))) > MAX_SCHEMA:
-        raise InvalidMessage(f"the tool {name} with a schema of {size} characters, at most {MAX_SCHEMA} are taken")
-    return ListedTool(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=offered)
+    if (size := len(json.dumps(schema, ensure_ascii=False))) > MAX_SCHEMA:
+        raise InvalidMessage(f"the tool {name} with a schema of {size} characters; the maximum is {MAX_SCHEMA}")
+    return ListedTool(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=schema)
 
 
 def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool, ...]:
-    """The tools of a server that are offered: those in `only`, or all that are not `excluded_tools`.
+    """Returns the tools of a server that the agent gets: those in `only`, or all that are not `excluded_tools`.
 
-    Raises `InvalidMessage` if one in `only` cannot be offered, or none of the server can.
+    Raises `InvalidMessage` if one in `only` is unusable, or all are.
     """
     names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in listed]
     if missing := [name for name in only if name not in names]:
@@ -87,12 +88,12 @@ def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool
     if not usable:
         raise InvalidMessage("no tools")
     if len(usable) > MAX_TOOLS:
-        raise InvalidMessage(f"{len(usable)} tools, at most {MAX_TOOLS} are offered: list those to offer in `only`")
+        raise InvalidMessage(f"{len(usable)} tools, at most {MAX_TOOLS} are allowed: list those to offer in `only`")
     return tuple(usable.values())
 
 
 def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
-    """Tools of a server that are not offered, and the reason for each. An entry without a usable name has its number as its name."""
+    """Returns the reason for each tool of a server that is unusable. An entry without a usable name gets its number as name."""
     return _sorted(listed)[1]
 
 
@@ -113,7 +114,7 @@ def _sorted(listed: Sequence[Any]) -> tuple[dict[str, ListedTool], dict[str, str
 
 
 def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
-    """The first difference from the pinned tools; empty if there is none. Tools that were added later are not offered, and do not count."""
+    """Returns the first difference from the pinned tools; empty if there is none. Added tools do not count."""
     for tool in pinned:
         entries = [entry for entry in listed if isinstance(entry, Mapping) and entry.get("name") == tool.name]
         if not entries:
@@ -127,22 +128,27 @@ def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
     return ""
 
 
-def _unpatterned(value: Any, levels: int = MAX_DEPTH, *, names: bool = False) -> Any:
-    """A schema without `patternProperties`, whose keys are patterns instead of names. Such an object may then have any other properties.
+def _edited(value: Any, edit: Callable[[Mapping[str, Any]], Mapping[str, Any]], levels: int = MAX_DEPTH, *, names: bool = False) -> Any:
+    """A copy of a schema with `edit` applied to each schema object in it. `names`: the keys of `value` are names, not keywords."""
+    if levels > 0 and isinstance(value, Mapping):
+        return {
+            key: item if not names and key in _DATA else _edited(item, edit, levels - 1, names=not names and key in _NAMED)
+            for key, item in (value if names else edit(value)).items()
+        }
+    return [_edited(item, edit, levels - 1) for item in value] if levels > 0 and isinstance(value, list | tuple) else value
 
-    Args:
-        names: the keys of `value` are names, and no keywords.
+
+def _reduced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema without titles, which repeat names and cost tokens, and without `patternProperties`: their keys are not names.
+
+    An object with `patternProperties` then allows any other properties.
     """
-    if levels <= 0 or not isinstance(value, Mapping | list | tuple):
-        return value
-    if not isinstance(value, Mapping):
-        return [_unpatterned(item, levels - 1) for item in value]
-    open_ = not names and isinstance(value.get("patternProperties"), Mapping)
-    remaining = {key: item for key, item in value.items() if not (open_ and key in ("patternProperties", "additionalProperties"))}
-    return {
-        key: item if not names and key in _DATA else _unpatterned(item, levels - 1, names=not names and key in _NAMED)
-        for key, item in remaining.items()
-    }
+    patterns = ("patternProperties", "additionalProperties") if isinstance(schema.get("patternProperties"), Mapping) else ()
+    return _without(schema, ("title", *patterns))
+
+
+def _without(schema: Mapping[str, Any], keywords: Sequence[str]) -> Mapping[str, Any]:
+    return {key: item for key, item in schema.items() if key not in keywords}
 
 
 def _checked(value: Any, name: str, levels: int) -> Any:
@@ -154,31 +160,20 @@ def _checked(value: Any, name: str, levels: int) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not _is_key(key):
-                raise InvalidMessage(f"the tool {name} with the key {clean(str(key), _MOST_KEY)!r} in its schema")
+                raise InvalidMessage(f"the tool {name} with the key {clean(str(key), _MAX_KEY)!r} in its schema")
         return {key: _checked(item, name, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_checked(item, name, levels - 1) for item in value]
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise InvalidMessage(f"the tool {name} with a schema that is no JSON")
+    raise InvalidMessage(f"the tool {name} with a schema that is not JSON")
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a model can write the key exactly in every form of calls: short, printable, normalized, and without the signs of tags."""
-    if not isinstance(key, str) or not 0 < len(key) <= _MOST_KEY or key != key.strip() or not key.isprintable():
+    """Whether a model can write the key exactly in every form of calls: short, printable, normalized, and without angle brackets."""
+    if not isinstance(key, str) or not 0 < len(key) <= _MAX_KEY or key != key.strip() or not key.isprintable():
         return False
     return not set("<>") & set(key) and unicodedata.is_normalized("NFKC", key)
-
-
-def _without(value: Any, words: Sequence[str], names: bool = False) -> Any:
-    """A schema without these keywords. `names`: whether the keys of `value` are names, which stay."""
-    if isinstance(value, Mapping):
-        remaining = {key: item for key, item in value.items() if names or key not in words}
-        return {
-            key: item if not names and key in _DATA else _without(item, words, names=not names and key in _NAMED)
-            for key, item in remaining.items()
-        }
-    return [_without(item, words) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _mapped(value: Any, words: Callable[[str], str]) -> Any:

@@ -1,4 +1,4 @@
-"""Where a server runs, and how it is asked there: in the episode's sandbox, as a program on this machine, or over HTTP."""
+"""The transports to an MCP server: in the episode's sandbox, as a program on this machine, or over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.agent.inside import stdio as inside_line
+from agentrl.agent.inside import stdio
 from agentrl.agent.mcp.messages import REVISIONS, ServerError, clean
 from agentrl.base import secrets, user_code
 from agentrl.base.processes import kill_marked
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_BYTES = 1 << 20
-"""Of one answer; four times as many of all that a server says before it."""
+"""Bytes of one answer. All output before it may have four times as many."""
 SESSION = "mcp"
-"""The sandbox session in which the programs of servers are kept."""
-_OF_THE_REQUEST = (400, 413, 414, 415, 422, 431)
-_SLACK_S = 5.0  # that a sandbox may take beyond the time that the program is given
-_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; no key of anybody's is among them
-_MOST_STDERR = 300
-_MOST_PIECES = 4096  # small pieces of one answer over HTTP
+"""The sandbox session that holds the programs of servers."""
+_REQUEST_ERRORS = (400, 413, 414, 415, 422, 431)  # HTTP status codes that blame the request
+_SLACK_S = 5.0  # time of a sandbox call beyond the time of the program
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; none is a secret
+_STDERR_CHARS = 300
+_MAX_SMALL_PIECES = 4096  # of one answer over HTTP
 _FULL_PIECE = 64  # bytes of a piece that is not small
-_MOST_REQUESTS = 16  # requests of a server while it answers one question
+_MAX_SERVER_REQUESTS = 16  # requests of a server before it answers
 _MARK = "AGENTRL_MCP"
 """Environment variable that marks a program on this machine and all processes that it starts."""
 
@@ -44,11 +44,11 @@ ENDINGS: Mapping[str, str] = {
     "flood": "mcp_flood",
     "garbage": "mcp_garbage",
 }
-"""How a question can end without an answer -> the kind of the failure that is recorded."""
+"""How a request can end without an answer -> the kind of the recorded failure."""
 
 
 class Unanswered(Exception):
-    """A server gave no answer; it is not there any more, or cannot be asked again before it is started anew."""
+    """A server gave no answer, and must be restarted before the next request. `ending` is a key of `ENDINGS`."""
 
     def __init__(self, ending: str, text: str) -> None:
         super().__init__(text)
@@ -56,101 +56,102 @@ class Unanswered(Exception):
 
 
 class Transport(Protocol):
-    """One connection to one server, which is started by the first question."""
+    """A connection to one server, which the first request starts."""
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """Sends messages and returns the line that answers request `until`. Raises `Unanswered`, and `ServerError` for a request that the
-        transport rejects.
+        """Sends messages and returns the line that answers request `until`. `begin` restarts the server.
 
-        Args:
-            begin: start the server anew.
+        Raises:
+            Unanswered: there is no valid answer.
+            ServerError: the transport rejected the request.
         """
-        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends the connection, and the server if this transport started it."""
 
 
 @dataclass(slots=True)
 class SandboxTransport:
-    """A program in the episode's sandbox, held by a session there. It is the agent's neighbour, who may kill it, read it and take its
-    place: nothing that it says is more than the agent could have said."""
+    """A program in a session of the episode's sandbox. The agent can kill, read and replace it, so its output is the agent's."""
 
     name: str
     argv: tuple[str, ...]
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Transport.request`."""
         assert sandbox is not None, "needs_sandbox is True"
         call = (self.name, list(self.argv), begin, list(messages), until, timeout_s, MAX_BYTES)
-        known = "" if begin else f"if 'talk' not in globals():\n    print('{{\"outcome\": \"gone\"}}')\nelse:\n    talk(*{call!r})\n"
-        code = known or f"if 'talk' not in globals():\n    exec({_source()!r}, globals())\ntalk(*{call!r})\n"
+        missing = f"exec({_source()!r}, globals())" if begin else 'print(\'{"outcome": "gone"}\')\n    call = None'
+        code = f"call = {call!r}\nif 'request_program' not in globals():\n    {missing}\nif call:\n    request_program(*call)\n"
         try:
-            ran = await sandbox.python(code, timeout_s=timeout_s + _SLACK_S, output_bytes=4 * MAX_BYTES, session=SESSION)
+            result = await sandbox.python(code, timeout_s=timeout_s + _SLACK_S, output_bytes=4 * MAX_BYTES, session=SESSION)
         except ValueError as error:  # the sandbox has no session left
             raise Unanswered("unstartable", user_code.error_text(error, 200)) from None
-        if ran.exit_code is None:
+        if result.exit_code is None:
             raise Unanswered("ended", "its session in the sandbox was ended")
-        head, _, rest = ran.stdout.partition("\n")
+        head, _, rest = result.stdout.partition("\n")
         try:
             header = json.loads(head)
-            outcome, exit_code, complained = header["outcome"], header.get("exit"), header.get("stderr")
+            outcome, exit_code, stderr = header["outcome"], header.get("exit"), header.get("stderr")
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             raise Unanswered("garbage", "its session in the sandbox was tampered with") from None
-        if outcome == "answer" and not ran.truncated:
+        if outcome == "answer" and not result.truncated:
             return rest.strip("\n").encode("utf-8", "replace")
-        ending = outcome if isinstance(outcome, str) and outcome in ENDINGS else "garbage"
-        raise _unanswered(ending, exit_code, complained, timeout_s)
+        raise _unanswered(outcome if isinstance(outcome, str) and outcome in ENDINGS else "garbage", exit_code, stderr, timeout_s)
 
     async def close(self) -> None:
-        """It ends with its sandbox."""
+        """Does nothing: the program ends with its sandbox."""
 
 
 class StdioTransport:
-    """A program on this machine, one for each episode, with the rights of the run and none of its environment's secrets."""
+    """A program on this machine, one per episode, with the rights of the run but without the secrets in its environment."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         self._mark = os.urandom(16).hex()
         self._argv, self._env, self._cwd = tuple(argv), {**kept, **env, _MARK: self._mark}, str(cwd)
-        self._line: inside_line.Line | None = None
+        self._program: stdio.StdioProgram | None = None
         self._started = False
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Transport.request`."""
         if begin:
             await self.close()
             self._started = True
             try:
-                self._line = inside_line.Line(self._argv, self._env, self._cwd)
+                self._program = stdio.StdioProgram(self._argv, self._env, self._cwd)
             except (OSError, ValueError) as error:
                 raise Unanswered("unstartable", user_code.describe_error(error)) from None
-        line = self._line
-        if line is None:
+        program = self._program
+        if program is None:
             raise Unanswered("gone", "it has ended")
         try:
             outcome, answer = await user_code.run_in_thread(
-                lambda: line.ask(messages, until, timeout_s, MAX_BYTES), what=f"MCP server {self._argv[0]}"
+                lambda: program.request(messages, until, timeout_s, MAX_BYTES), what=f"MCP server {self._argv[0]}"
             )
-        except (OSError, ValueError):  # closed meanwhile
-            raise Unanswered("gone", "it has been ended") from None
+        except (OSError, ValueError):  # closed by another call
+            raise Unanswered("gone", "it was closed") from None
         if outcome == "answer":
             return answer
-        self._line = None
-        raise _unanswered(outcome, line.process.returncode, line.complained.decode("utf-8", "replace"), timeout_s)
+        self._program = None
+        raise _unanswered(outcome, program.process.returncode, program.stderr_tail.decode("utf-8", "replace"), timeout_s)
 
     async def close(self) -> None:
-        line, self._line = self._line, None
-        if line is not None or self._started:
-            self._started = False
-            await user_code.run_in_thread(lambda: self._end(line), what="ending an MCP server")
+        """Kills the program with its process group, and the processes that it started outside the group, such as daemons."""
+        program, self._program = self._program, None
 
-    def _end(self, line: inside_line.Line | None) -> None:
-        """Ends the program with its process group and the processes that it started outside the group, such as daemons."""
-        if line is not None:
-            line.close()
-        kill_marked(_MARK, self._mark)
+        def end() -> None:
+            if program is not None:
+                program.close()
+            kill_marked(_MARK, self._mark)
+
+        if program is not None or self._started:
+            self._started = False
+            await user_code.run_in_thread(end, what="ending an MCP server")
 
 
 class HTTPTransport:
-    """A server at a URL, by the transport that the protocol calls streamable HTTP; a session of its own for each episode."""
+    """A server at a URL, over the protocol's streamable HTTP transport, with one session per episode."""
 
     def __init__(self, url: str, *, key_env: str) -> None:
         self._url = url
@@ -160,11 +161,13 @@ class HTTPTransport:
         self._revision = ""  # of the protocol, once the server has chosen it
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """See `Transport.request`."""
         import httpx
 
         if begin:
             await self.close()
-            self._client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout_s, verify=_trusted(self._url))
+            verify = _certificates() if self._url.startswith("https:") else False
+            self._client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout_s, verify=verify)
         if self._client is None:
             raise Unanswered("gone", "the connection is closed")
         try:
@@ -188,7 +191,7 @@ class HTTPTransport:
                 return b""
             answer = await self._answer(client, response, until)
         if not self._revision:
-            self._revision = _chosen(answer)
+            self._revision = _chosen_revision(answer)
         return answer
 
     def _headers(self) -> dict[str, str]:
@@ -202,37 +205,37 @@ class HTTPTransport:
         return headers
 
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
-        """The message that answers request `until`. Answers requests of the server that arrive before it.
+        """The message that answers request `until`. AnswerLiveness requests of the server that arrive before it.
 
-        The number of pieces is bounded as well as the number of bytes, and other tasks may run between two pieces.
+        Bytes and pieces are bounded, and other tasks may run between two pieces.
         """
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "text/event-stream"):
             raise Unanswered("garbage", f"its answer has type {clean(kind, 60) or 'none'}: neither JSON nor a stream of events")
-        stream, body, taken, pieces, asked = Events(), bytearray(), 0, 0, 0
+        is_stream = kind == "text/event-stream"
+        stream, body, taken, pieces, requests = Events(), bytearray(), 0, 0, 0
         async for piece in response.aiter_raw():
             taken, pieces = taken + len(piece), pieces + 1
-            held = stream.held if kind == "text/event-stream" else len(body)
-            if held + len(piece) > MAX_BYTES or taken > 4 * MAX_BYTES:
+            if (stream.held if is_stream else len(body)) + len(piece) > MAX_BYTES or taken > 4 * MAX_BYTES:
                 raise Unanswered("flood", f"more than {MAX_BYTES} bytes")
-            if pieces > _MOST_PIECES + taken // _FULL_PIECE:
-                raise Unanswered("garbage", f"its answer comes in too many pieces, of {taken // pieces} bytes on average")
-            if kind == "application/json":
+            if pieces > _MAX_SMALL_PIECES + taken // _FULL_PIECE:
+                raise Unanswered("garbage", f"its answer has too many pieces, of {taken // pieces} bytes on average")
+            if not is_stream:
                 body += piece
-            for data in stream.feed(piece) if kind == "text/event-stream" else ():
-                if _answers(data, until):
+            for data in stream.feed(piece) if is_stream else ():
+                if stdio.is_answer(data, until):
                     return data
                 if not _is_json(data):
                     raise Unanswered("garbage", "an event of its answer is not JSON")
-                if (reply := inside_line.reply_to(data)) is not None and (asked := asked + 1) <= _MOST_REQUESTS:
+                if (reply := stdio.reply_to(data)) is not None and (requests := requests + 1) <= _MAX_SERVER_REQUESTS:
                     await self._reply(client, reply)
             await asyncio.sleep(0)
-        if kind == "application/json" and _answers(bytes(body), until):
+        if not is_stream and stdio.is_answer(bytes(body), until):
             return bytes(body)
         raise Unanswered("garbage", "its answer is missing or belongs to another request")
 
     async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
-        """Sends an answer to a request of the server. A server that rejects it gets no other."""
+        """AnswerLiveness a request of the server, without a retry."""
         import httpx
 
         with contextlib.suppress(httpx.HTTPError):
@@ -240,9 +243,10 @@ class HTTPTransport:
                 pass
 
     async def close(self) -> None:
+        """Ends the session and the connection."""
         client, self._client = self._client, None
         if client is not None and self._session:
-            with contextlib.suppress(Exception):  # whatever it is, the connection ends
+            with contextlib.suppress(Exception):  # the connection ends in any case
                 await client.delete(self._url, headers=self._headers(), timeout=2.0)
         self._session, self._revision = "", ""
         if client is not None:
@@ -250,54 +254,47 @@ class HTTPTransport:
 
 
 def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
-    """The error for an HTTP status of 400 or more. Few of them are the request's fault: address and key come from the recipe."""
+    """The error for an HTTP status of 400 or more. Few are the request's fault, because address and key come from the recipe."""
     text = f"it answered with status {status}"
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")
-    return ServerError(text) if status in _OF_THE_REQUEST else Unanswered("ended", text)
-
-
-def _trusted(url: str) -> ssl.SSLContext | bool:
-    """Whose certificates are believed; reading them takes longer than most calls."""
-    return _certificates() if url.startswith("https:") else False
+    return ServerError(text) if status in _REQUEST_ERRORS else Unanswered("ended", text)
 
 
 @cache
 def _certificates() -> ssl.SSLContext:
+    """The trusted certificates. Loading them takes longer than most calls."""
     return ssl.create_default_context()
 
 
 class Events:
-    """Splits a stream into complete events. Takes time proportional to its input, for pieces of any size."""
+    """Splits a stream into server-sent events, in time linear in its length, for pieces of any size."""
 
     def __init__(self) -> None:
-        self._begun = bytearray()  # bytes of an incomplete event
+        self._incomplete = bytearray()
 
     @property
     def held(self) -> int:
-        return len(self._begun)
+        """Bytes of the incomplete event."""
+        return len(self._incomplete)
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Yields the data of each event that ends in this piece. Skips events without data."""
-        seen = max(0, len(self._begun) - 3)
-        self._begun += piece
-        if b"\n\n" not in self._begun[seen:].replace(b"\r\n", b"\n"):
+        """Returns the data of each event that ends in this piece. Skips events without data."""
+        seen = max(0, len(self._incomplete) - 3)
+        self._incomplete += piece
+        if b"\n\n" not in self._incomplete[seen:].replace(b"\r\n", b"\n"):
             return []
-        *events, rest = bytes(self._begun).replace(b"\r\n", b"\n").split(b"\n\n")
-        self._begun = bytearray(rest)
-        return [data for event in events if event and (data := _data(event))]
+        *events, rest = bytes(self._incomplete).replace(b"\r\n", b"\n").split(b"\n\n")
+        self._incomplete = bytearray(rest)
+        lines = ([line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")] for event in events)
+        return [data for parts in lines if (data := b"\n".join(parts))]
 
 
-def _data(event: bytes) -> bytes:
-    return b"\n".join(line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:"))
-
-
-def _chosen(answer: bytes) -> str:
+def _chosen_revision(answer: bytes) -> str:
     """The revision of the protocol in the answer to `initialize`; empty if it is not supported."""
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):
-        revision = json.loads(answer).get("result", {}).get("protocolVersion")
-        return revision if revision in REVISIONS else ""
-    return ""
+    result = stdio.parse_object(answer).get("result")
+    revision = result.get("protocolVersion") if isinstance(result, dict) else None
+    return revision if revision in REVISIONS else ""
 
 
 def _is_json(data: bytes) -> bool:
@@ -308,28 +305,21 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-def _answers(data: bytes, until: int | None) -> bool:
-    try:
-        value: Any = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and "method" not in value and value.get("id") == until
-
-
-def _unanswered(ending: str, exit_code: Any, complained: Any, timeout_s: float) -> Unanswered:
+def _unanswered(ending: str, exit_code: Any, stderr: Any, timeout_s: float) -> Unanswered:
+    """The error for an ending, with the program's exit code and the end of its stderr."""
     texts = {
         "late": f"it gave no answer within {timeout_s:g} s, and was ended",
-        "flood": f"it said more than {MAX_BYTES} bytes, and was ended",
+        "flood": f"its output has more than {MAX_BYTES} bytes, and it was ended",
         "unstartable": "it cannot be started",
         "garbage": "its session in the sandbox was tampered with",
     }
     text = texts.get(ending, "it has ended")
     if isinstance(exit_code, int) and ending in ("ended", "gone"):
         text += f" (exit code {exit_code})"
-    last = secrets.redact(clean(complained, 2 * _MOST_STDERR)).strip()[-_MOST_STDERR:]
-    return Unanswered(ending, f"{text}: {last}" if last else text)
+    tail = secrets.redact(clean(stderr, 2 * _STDERR_CHARS)).strip()[-_STDERR_CHARS:]
+    return Unanswered(ending, f"{text}: {tail}" if tail else text)
 
 
 @cache
 def _source() -> str:
-    return (Path(inside_line.__file__)).read_text(encoding="utf-8")
+    return Path(stdio.__file__).read_text(encoding="utf-8")

@@ -1,0 +1,194 @@
+"""Checks the fields of a request. All functions raise `RequestError` with the path of an invalid field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from agentrl.gateway.request import MAX_MESSAGES, RequestError
+from agentrl.records import ToolCall
+from agentrl.records.fields import json_value
+
+MAX_STOPS = (16, 1024)
+"""Stop sequences of a request, and characters of each."""
+MAX_KEY = 200
+"""Characters of an unknown key in an error."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+Check = Callable[[Any, str], object]
+"""Raises `RequestError` if the field at this path cannot have the value."""
+
+
+def known_fields(body: Any, known: Collection[str], where: str = "") -> dict[str, Any]:
+    """Returns an object that has only known keys."""
+    fields = mapping(body, where or "the body")
+    if unknown := next((key for key in fields if key not in known), None):
+        name = path(where, ascii(unknown[:MAX_KEY])[1:-1])
+        raise RequestError("unknown_field", f"Unknown parameter: '{name}'.", param=name)
+    return fields
+
+
+def path(where: str, name: str) -> str:
+    """Returns the path of a field in the object at `where`."""
+    return f"{where}.{name}" if where else name
+
+
+def value_or(value: Any, default: Any) -> Any:
+    """Returns the value of a field, or the default if it is missing or null."""
+    return default if value is None else value
+
+
+def storable(value: Any, where: str) -> Any:
+    """Returns a JSON value that a record can store."""
+    try:
+        return json_value(value)
+    except ValueError as error:
+        raise RequestError("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    """Returns an object."""
+    if not isinstance(value, dict):
+        raise RequestError("invalid", f"{where} must be an object.", param=where)
+    return value
+
+
+def array(value: Any, where: str, *, most: int = MAX_MESSAGES) -> list[Any]:
+    """Returns an array."""
+    if not isinstance(value, list):
+        raise RequestError("invalid", f"{where} must be an array.", param=where)
+    if len(value) > most:
+        raise RequestError("invalid", f"{where} has {len(value)} entries; the maximum is {most}.", param=where)
+    return value
+
+
+def text(value: Any, where: str) -> str:
+    """Returns a string."""
+    if not isinstance(value, str):
+        raise RequestError("invalid", f"{where} must be a string.", param=where)
+    return value
+
+
+def positive(value: Any, where: str) -> int | None:
+    """Returns a positive integer or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+        raise RequestError("invalid", f"{where} must be a positive integer.", param=where)
+    return value
+
+
+def flag(value: Any, where: str) -> bool:
+    """Returns a boolean; False for null."""
+    if not isinstance(value, bool | None):
+        raise RequestError("invalid", f"{where} must be true or false.", param=where)
+    return bool(value)
+
+
+def within(low: float, high: float) -> Check:
+    """Returns a check for numbers from `low` to `high`."""
+
+    def check(value: Any, where: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise RequestError("invalid", f"{where} must be a number from {low:g} to {high:g}.", param=where)
+
+    return check
+
+
+def one_of(*values: str) -> Check:
+    """Returns a check for one of several strings."""
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, str) or value not in values:
+            raise RequestError("unsupported", f"Unsupported value: {where} must be one of {', '.join(values)}.", param=where)
+
+    return check
+
+
+def integer(value: Any, where: str) -> None:
+    """Checks an integer."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError("invalid", f"{where} must be an integer.", param=where)
+
+
+def check_all(body: Mapping[str, Any], checks: Mapping[str, Check], where: str = "") -> None:
+    """Checks the fields of an object that are present and not null."""
+    for name, check in checks.items():
+        if body.get(name) is not None:
+            check(body[name], path(where, name))
+
+
+def check_inert(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
+    """Refuses fields that request unsupported behaviour. `allowed`: field -> values without an effect, in addition to null."""
+    for name, values in allowed.items():
+        value = body.get(name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in values):
+            message = f"Unsupported value: this value of {name!r} is not supported by this endpoint."
+            raise RequestError("unsupported", message, param=name)
+
+
+def stop_sequences(value: Any, where: str) -> tuple[str, ...]:
+    """Returns the stop sequences of a string or an array of strings."""
+    if value is None:
+        return ()
+    most, chars = MAX_STOPS
+    sequences = [value] if isinstance(value, str) else array(value, where, most=most)
+    for at, sequence in enumerate(sequences):
+        here = where if isinstance(value, str) else f"{where}[{at}]"
+        if not storable(text(sequence, here), here) or len(sequence) > chars:
+            raise RequestError("invalid", f"{here} must have 1 to {chars} characters.", param=here)
+    return tuple(sequences)
+
+
+def tool_choice(kind: Any, name: Any, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """Returns the fields of `CompletionRequest` for a choice of tools. `kind`: auto, none, any, or tool, which needs a name."""
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if kind in ("auto", "none"):
+        return {"calls": kind == "auto"}
+    if kind not in ("any", "tool"):
+        raise RequestError("unsupported", f"Unsupported value: this kind of {where} is not supported by this endpoint.", param=where)
+    if not names or (kind == "tool" and text(name, where) not in names):
+        raise RequestError("invalid", f"{where} requires a tool that is not among the tools.", param=where)
+    return {"forced": names if kind == "any" else (name,), "forced_by": where}
+
+
+def openai_choice(value: str, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """Returns the fields of `CompletionRequest` for a choice of tools that OpenAI's protocols write as a string."""
+    return tool_choice({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, where)
+
+
+def tool_call(name: Any, arguments: Any, where: str) -> ToolCall:
+    """Returns a call that a client sends back, with its arguments as an object or as JSON text."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise RequestError("invalid", f"{where}: the arguments are not valid JSON.", param=where) from None
+    try:
+        return ToolCall(name=text(name, f"{where}.name"), arguments=mapping(value_or(arguments, {}), f"{where}.arguments"))
+    except ValueError as error:
+        raise RequestError("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+
+
+def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
+    """Returns a tool in the form of chat completions, which chat templates accept."""
+    about = {"name": text(name, f"{where}.name"), "description": text(value_or(description, ""), f"{where}.description")}
+    schema = storable(mapping(value_or(parameters, {}), f"{where}.parameters"), f"{where}.parameters")
+    return {"type": "function", "function": {**storable(about, where), "parameters": schema}}
+
+
+def text_content(value: Any, where: str, keys: Mapping[str, str]) -> str:
+    """Returns the text of a string or of an array of parts. `keys`: type of a part -> key of its text."""
+    if isinstance(value, str):
+        return value
+    parts = []
+    for at, item in enumerate(array(value, where)):
+        here = f"{where}[{at}]"
+        part = mapping(item, here)
+        kind = part.get("type")
+        key = keys.get(kind) if isinstance(kind, str) else None
+        if key is None:
+            raise RequestError("unsupported", f"{here}.type: only text is supported.", param=f"{here}.type")
+        parts.append(text(part.get(key), f"{here}.{key}"))
+    return "".join(parts)
