@@ -1,6 +1,6 @@
-"""Cancellation of work in threads: a thread cannot be cancelled from outside, so it checks whether its caller was.
+"""Cancellation of work in threads. A thread cannot be cancelled from outside, so it checks whether its caller was.
 
-Without this, a run interrupted while an image is being built would end only with the build, many minutes later.
+Otherwise a run that is interrupted while an image is being built would end only with the build, many minutes later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _cancelled: ContextVar[threading.Event | None] = ContextVar("cancelled", default
 
 @contextlib.contextmanager
 def propagated() -> Iterator[None]:
-    """Put around an `await asyncio.to_thread(...)`: when the block raises, `check` raises in that thread."""
+    """Wraps an `await asyncio.to_thread(...)`. If the block raises, `check` raises in that thread."""
     event = threading.Event()
     token = _cancelled.set(event)
     try:
@@ -30,7 +30,7 @@ def propagated() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises `SandboxError` when the caller that waits for this thread was cancelled."""
+    """Raises `SandboxError` if the caller that waits for this thread was cancelled."""
     event = _cancelled.get()
     if event is not None and event.is_set():
         raise SandboxError("cancelled")

@@ -1,4 +1,4 @@
-"""Waiting for a socket. A cancelled wait leaves no watcher behind, so the event loop never watches a closed socket."""
+"""Waiting for sockets. A cancelled wait removes its watcher, so that the event loop never watches a closed socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 
 async def readable(sock: socket.socket) -> None:
-    """Returns once there is something to read or a connection to accept. The caller sets the deadline."""
+    """Waits until there is data to read or a connection to accept. The caller sets the deadline."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(sock, ready.set)

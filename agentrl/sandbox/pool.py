@@ -1,7 +1,6 @@
-"""A pool in front of any backend: sandboxes kept ready ahead of need, and a bound on how many are in use.
+"""A pool in front of any backend: it keeps sandboxes ready, and limits how many are in use.
 
-A sandbox from the pool is handed out once and never returned to it: `close` destroys it. While callers work, the pool opens
-replacements in the background, a few at a time.
+A sandbox leaves the pool once and never returns: `close` destroys it. Replacements open in the background, a few at a time.
 """
 
 from __future__ import annotations
@@ -10,26 +9,28 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
-from agentrl.protocols import Sandbox
+from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import SandboxSpec
 
 log = logging.getLogger(__name__)
 
-MAX_FILLING = 2
 MAX_SPECS = 4
-"""Specs kept ready at once; the one unused for longest gives way."""
-MAX_REFILL_FAILURES = 3
-"""Failed refills in a row after which a spec is not refilled until the next one is asked for."""
+"""Specs kept ready at once. The least recently used one gives way."""
+_MAX_FILLING = 2
+_MAX_REFILL_FAILURES = 3  # in a row; then a spec is not refilled until a caller requests it again
+_ANSWER_S = 60.0
 
 
+@runtime_checkable
 class PoolableSandbox(Sandbox, Protocol):
-    """What the pool needs besides the protocol."""
+    """A sandbox with the two additional methods that the pool needs. Other sandboxes are wrapped."""
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files in one round trip; with none, shows that the sandbox answers."""
+        """Writes several files. With none, it checks that the sandbox answers."""
         ...
 
     def when_closed(self, callback: Callable[[], None]) -> None:
@@ -37,33 +38,19 @@ class PoolableSandbox(Sandbox, Protocol):
         ...
 
 
-class PoolableBackend(Protocol):
-    """A `SandboxBackend` whose sandboxes can be pooled."""
-
-    name: str
-
-    async def prepare(self, spec: SandboxSpec) -> None: ...
-
-    async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
-    ) -> PoolableSandbox: ...
-
-    async def close(self) -> None: ...
-
-
 class WarmPool:
-    """Keeps `warm` sandboxes of each spec ready and lets callers have `max_open` in use; the next caller waits its turn.
+    """A `SandboxBackend` that keeps `warm` sandboxes of each spec ready and lets callers use `max_open`; further callers wait.
 
-    At most `max_open + MAX_SPECS * warm` sandboxes exist. It is itself a `SandboxBackend`.
+    At most `max_open + MAX_SPECS * warm` sandboxes exist.
     """
 
-    def __init__(self, backend: PoolableBackend, *, warm: int = 8, max_open: int = 64, fill_timeout_s: float = 60.0) -> None:
+    def __init__(self, backend: SandboxBackend, *, warm: int = 8, max_open: int = 64, fill_timeout_s: float = 60.0) -> None:
         self.name = backend.name
         self._backend = backend
         self._warm = warm
         self._fill_timeout_s = fill_timeout_s
         self._slots = asyncio.Semaphore(max_open)
-        self._filling = asyncio.Semaphore(MAX_FILLING)
+        self._filling = asyncio.Semaphore(_MAX_FILLING)
         self._ready: OrderedDict[SandboxSpec, deque[PoolableSandbox]] = OrderedDict()
         self._coming: dict[SandboxSpec, int] = {}
         self._failures: dict[SandboxSpec, int] = {}
@@ -71,14 +58,14 @@ class WarmPool:
         self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Prepares the image and begins to fill the pool with `spec`."""
+        """Prepares the image and starts to fill the pool with `spec`."""
         await self._backend.prepare(spec)
         self._refill(spec)
 
     async def open(
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
     ) -> Sandbox:
-        """A ready sandbox when there is one, else a new one. `SandboxTimeout` when none is to be had in `timeout_s`, waiting included."""
+        """A ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, waiting for a slot included."""
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed")
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -91,7 +78,7 @@ class WarmPool:
             sandbox = await self._take(spec, files or {}, deadline) if snapshot is None else None
             if sandbox is None:
                 left = max(0.1, deadline - asyncio.get_running_loop().time())
-                sandbox = await self._backend.open(spec, files=files, snapshot=snapshot, timeout_s=left)
+                sandbox = _poolable(await self._backend.open(spec, files=files, snapshot=snapshot, timeout_s=left))
         except BaseException:
             self._slots.release()
             raise
@@ -101,7 +88,7 @@ class WarmPool:
         return sandbox
 
     async def close(self) -> None:
-        """Closes every sandbox, ready or in use, and the backend. Idempotent; carried through even when the caller is cancelled."""
+        """Closes every sandbox, ready or in use, and the backend. Idempotent. Completes even if the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close {self.name} pool")
         await asyncio.shield(self._closing)
@@ -114,9 +101,9 @@ class WarmPool:
         await self._backend.close()
 
     async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> PoolableSandbox | None:
-        """A ready sandbox that has taken the files, so that it is known to answer; ones that died waiting, or stand still, are put away.
+        """A ready sandbox, after writing `files` to it, which shows that it answers. Closes those that do not.
 
-        Each gets half of the time that is left, so that there is some for a new one in the end.
+        Each gets half of the remaining time, so that some is left to open a new one.
         """
         ready = self._ready.get(spec)
         while ready:
@@ -135,7 +122,7 @@ class WarmPool:
         return None
 
     def _refill(self, spec: SandboxSpec) -> None:
-        """Starts as many openings as `spec` lacks."""
+        """Opens the missing ready sandboxes of `spec` in the background."""
         if self._closing is not None or self._warm == 0:
             return
         ready = self._ready.setdefault(spec, deque())
@@ -151,10 +138,10 @@ class WarmPool:
     async def _fill(self, spec: SandboxSpec) -> None:
         try:
             async with self._filling:
-                if self._failures.get(spec, 0) >= MAX_REFILL_FAILURES:
+                if self._failures.get(spec, 0) >= _MAX_REFILL_FAILURES:
                     return
-                sandbox = await self._backend.open(spec, timeout_s=self._fill_timeout_s)
-        except AgentRLError as error:  # callers open their own, and see the error there if it lasts
+                sandbox = _poolable(await self._backend.open(spec, timeout_s=self._fill_timeout_s))
+        except AgentRLError as error:  # callers open their own sandboxes, and see the error there if it persists
             self._failures[spec] = self._failures.get(spec, 0) + 1
             log.warning("a sandbox could not be opened ahead of need: %s", error)
             return
@@ -170,3 +157,35 @@ class WarmPool:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _poolable(sandbox: Sandbox) -> PoolableSandbox:
+    return sandbox if isinstance(sandbox, PoolableSandbox) else _PlainSandbox(sandbox)
+
+
+class _PlainSandbox(ForwardingSandbox):
+    """A sandbox that has only the methods of the protocol, with those that the pool needs."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        super().__init__(sandbox)
+        self._callbacks: list[Callable[[], None]] = []
+
+    async def write_all(self, files: Mapping[str, bytes]) -> None:
+        """See `PoolableSandbox`."""
+        for path, data in files.items():
+            await self._sandbox.write(path, data)
+        if not files and not (await self._sandbox.python("pass", timeout_s=_ANSWER_S)).ok:
+            raise SandboxError(f"sandbox {self.id} no longer runs programs")
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """See `PoolableSandbox`."""
+        self._callbacks.append(callback)
+
+    async def close(self) -> None:
+        """Closes the sandbox, and calls the callbacks once, even if closing fails."""
+        try:
+            await super().close()
+        finally:
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback()

@@ -18,7 +18,6 @@ from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.sandbox import WarmPool, select_backend
-from agentrl.sandbox.plain import Poolable
 from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox
@@ -214,7 +213,7 @@ async def test_as_many_sandboxes_as_a_recipe_must_have_are_enough_and_no_fewer(t
         return "done"
 
     desks = Desks()
-    pool = WarmPool(Poolable(desks), warm=0, max_open=most)
+    pool = WarmPool(desks, warm=0, max_open=most)
     roomy = replace(tree, limits=replace(tree.limits, turns=40))
     runner = replace(runs(reads, pool, **settings), open_timeout_s=0.5)
     episodes = await asyncio.gather(*(runner.run(roomy, episode_id=f"e{number}") for number in range(crowd)))

@@ -219,7 +219,7 @@ def test_what_changes_while_it_is_packed_is_packed_as_something(tmp_path, monkey
     for name in ("gone", "link", "folder", "shrinks", "stays"):
         (tmp_path / name).write_bytes(b"x" * 1000)
     (tmp_path / "was a folder").mkdir()
-    found = Packer.found
+    found = Packer.listing
 
     def and_then(packer, folder, level):
         names = found(packer, folder, level)
@@ -237,7 +237,7 @@ def test_what_changes_while_it_is_packed_is_packed_as_something(tmp_path, monkey
         os.truncate(tmp_path / "shrinks", 10)
         return read(fd, size)
 
-    monkeypatch.setattr(Packer, "found", and_then)
+    monkeypatch.setattr(Packer, "listing", and_then)
     monkeypatch.setattr(os, "read", shorter)
     with tarfile.open(fileobj=io.BytesIO(packed(tmp_path))) as archive:
         assert [(member.name, member.size) for member in archive] == [("shrinks", 1000), ("stays", 1000)]

@@ -9,7 +9,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, TaskError
 from agentrl.prove.conformance import check
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import builds, docker, engine, images, select_backend
+from agentrl.sandbox import builds, engine, images, select_backend
 from tests.sandbox.test_silent_daemon import Relay, in_time
 
 pytestmark = pytest.mark.docker
@@ -22,7 +22,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "image"
     folder.mkdir()
     (folder / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
-    return docker.ensure_image(images.load_image(folder))
+    return images.ensure_docker_image(images.load_image(folder))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def write(tmp_path, base, monkeypatch):
         return made[-1]
 
     yield write
-    api = docker.client()
+    api = engine.client()
     for image in made:
         for tag in (image.tag, image.built, f"{image.built}-unchecked"):
             if builds.has(api, tag):
@@ -105,23 +105,23 @@ async def test_volumes_and_health_checks_bring_nothing_into_a_sandbox(backend, w
 def test_one_that_does_not_build_names_the_line_and_the_last_output(write, lines, said):
     image = write(*lines)
     with pytest.raises(TaskError) as caught:
-        docker.ensure_image(image)
+        images.ensure_docker_image(image)
     assert str(image.recipe.dockerfile) in str(caught.value)
     for words in said:
         assert re.search(words, str(caught.value)), (words, str(caught.value))
-    assert not builds.has(docker.client(), image.tag)
+    assert not builds.has(engine.client(), image.tag)
 
 
 def test_a_base_image_that_cannot_be_had(write):
     image = write("RUN true", start="FROM registry.invalid/none:1")
     with pytest.raises(TaskError, match=r"line 1 \(FROM registry.invalid/none:1\)(.|\n)*fix: check the name"):
-        docker.ensure_image(image)
+        images.ensure_docker_image(image)
 
 
 def test_an_image_without_python(write):
     image = write("COPY Dockerfile /", start="FROM scratch")
-    with pytest.raises(TaskError, match=r"Dockerfile: the image holds no python3; sandboxes need python3, 3\.9 or later"):
-        docker.ensure_image(image)
+    with pytest.raises(TaskError, match=r"Dockerfile: the image has no python3; sandboxes need python3, 3\.9 or later"):
+        images.ensure_docker_image(image)
 
 
 @pytest.mark.bubblewrap

@@ -458,7 +458,6 @@ async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, cap
 
 def test_without_an_allow_list_nothing_changes(tmp_path):
     spec = SandboxSpec(image="x")
-    assert EgressListener.where_wanted("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
     assert "network" not in allowance.server_options("test", spec) and egress.shown(tmp_path, spec) == {}
 
 

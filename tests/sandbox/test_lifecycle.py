@@ -237,7 +237,7 @@ def test_what_a_driver_leaves_that_was_killed_at_an_awkward_moment_is_removed():
     """In the middle of making or removing: an empty folder, some of the control groups of a sandbox."""
     (runtime_folder() / DEAD).mkdir(exist_ok=True)
     hierarchy = cgroups.find()
-    folders = hierarchy.group(f"agentrl-{DEAD}-0").folders[-1:] if hierarchy is not None else ()
+    folders = hierarchy.folders(f"agentrl-{DEAD}-0")[-1:] if hierarchy is not None else ()
     for folder in folders:
         folder.mkdir(exist_ok=True)
     prune()

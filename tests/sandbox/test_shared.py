@@ -15,7 +15,7 @@ from agentrl.errors import SandboxError
 from agentrl.prove.attacks import attack
 from agentrl.prove.conformance import CHECKS, check
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import DockerBackend, allowance, docker, engine, list_open, shared
+from agentrl.sandbox import DockerBackend, allowance, engine, list_open, shared
 from agentrl.sandbox.inside.room import PERIOD_US, Groups
 from agentrl.sandbox.lease import lease
 from tests.sandbox.building import ALONE, SPEC, inner_pid, processes_of
@@ -52,7 +52,7 @@ async def backend(root):
 
 def containers():
     """Names of this process's containers, shared or not."""
-    return set(docker.containers(f"{engine.LABEL_LEASE}={lease()}"))
+    return set(engine.containers(f"{engine.LABEL_LEASE}={lease()}"))
 
 
 def first_process(sandbox):
@@ -172,7 +172,7 @@ async def test_a_container_that_dies_takes_its_own_sandboxes_and_no_others(backe
     sandboxes = [await backend.open(SPEC) for _ in range(2)]
     (first,) = containers()
     sandboxes += [await backend.open(SPEC) for _ in range(2)]
-    docker.remove(first)
+    engine.remove(first)
     for number, sandbox in enumerate(sandboxes):
         if number < 2:
             with pytest.raises(SandboxError):
@@ -216,7 +216,7 @@ class OneIsTold(DockerBackend):
 
     asked = 0
 
-    async def _first(self, spec, image):
+    async def _start_compiler(self, spec, image):
         return await self._start_alone(spec, image)
 
     async def _start_shared(self, *_):
@@ -263,8 +263,8 @@ def test_groups_of_version_2(tmp_path):
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
     groups = Groups(str(tmp_path))
     swap = tmp_path / "one"
-    assert groups.settings_where_known({}) == [("{}/memory.swap.max", 0)]
-    groups.enter("one", {"memory": 1 << 20, "processes": 5, "cpu_us": PERIOD_US // 2, "sockets": 1})
+    groups.create("one", {"memory": 1 << 20, "processes": 5, "cpu_us": PERIOD_US // 2, "sockets": 1})
+    groups.add("one")
     held = {path.name: path.read_text() for path in swap.iterdir()}
     assert held == {"memory.max": "1048576", "pids.max": "5", "cpu.max": "50000 100000", "cgroup.procs": "0"}
     assert groups.memory_events("one") == str(swap / "memory.events")

@@ -15,7 +15,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import DockerBackend, docker, engine, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import DockerBackend, docker, engine, images, list_open, open_sandboxes, prune, select_backend
 from tests.commands import agentrl
 
 SPEC = SandboxSpec(image="image")
@@ -48,7 +48,7 @@ def in_time(seconds=45):
 
 
 def test_choosing_a_backend(silent, root):
-    with in_time(), pytest.raises(SandboxUnavailable, match=r"takes connections and says nothing(.|\n)*fix: .*restart docker"):
+    with in_time(), pytest.raises(SandboxUnavailable, match=r"accepts connections but is silent(.|\n)*fix: .*restart docker"):
         select_backend("docker", run_label="test", root=root)
 
 
@@ -56,13 +56,13 @@ def test_choosing_a_backend(silent, root):
 async def test_a_run_on_bubblewrap_does_not_need_it(silent, root, caplog):
     with in_time(), caplog.at_level(logging.WARNING):
         pool = await open_sandboxes(SandboxConfig(backend="auto", warm=0), run_label="test", root=root)
-        assert pool.name == "bubblewrap" and "takes connections and gives no answer" in caplog.text
+        assert pool.name == "bubblewrap" and "accepts connections but does not answer" in caplog.text
         await pool.close()
 
 
 def test_listing_and_removing(silent):
     for work in (list_open, prune):
-        with in_time(), pytest.raises(SandboxTimeout, match="takes connections and gives no answer"):
+        with in_time(), pytest.raises(SandboxTimeout, match="accepts connections but does not answer"):
             work()
 
 
@@ -75,7 +75,7 @@ def test_a_daemon_on_another_machine_is_not_asked(monkeypatch):
 @pytest.mark.parametrize("command", ["ls", "prune"])
 def test_the_commands(silent, command):
     done = agentrl("sandbox", command)
-    assert done.returncode == 1 and "gives no answer" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "does not answer" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_doctor(silent):
@@ -85,7 +85,7 @@ def test_the_doctor(silent):
 
 
 async def test_preparing_opening_and_closing(silent, root, monkeypatch):
-    monkeypatch.setattr(docker, "PREPARE_S", 1.0)
+    monkeypatch.setattr(images, "PREPARE_S", 1.0)
     backend = DockerBackend(run_label="test", root=root)
     for work in (backend.prepare, backend.open):
         with in_time(), pytest.raises(SandboxTimeout):
@@ -143,8 +143,8 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
         await backend.prepare(ALONE)
         good, doomed, shared = await backend.open(ALONE), await backend.open(ALONE), await backend.open(SPEC)
         relay.silent = True
-        for name, seconds in (("LEAVING_S", 1.0), ("QUICK_S", 1.5), ("UNDO_S", 1.0)):  # the daemon that answers has its full time
-            monkeypatch.setattr(docker, name, seconds)
+        for module, name, seconds in ((docker, "LEAVING_S", 1.0), (engine, "QUICK_S", 1.5), (docker, "UNDO_S", 1.0)):
+            monkeypatch.setattr(module, name, seconds)  # only now, so that the daemon that answers has its full time
         assert (await good.python("print(1)", timeout_s=60)).ok  # what is open needs no daemon
         with in_time(), pytest.raises(SandboxTimeout, match=r"in 2\.0 s"):
             await backend.open(ALONE, timeout_s=2.0)
@@ -161,8 +161,8 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
         relay.close()
         monkeypatch.undo()
         monkeypatch.setenv("DOCKER_HOST", real)
-        for name in docker.containers(f"{engine.LABEL_RUN}=test"):
-            docker.remove(name)
+        for name in engine.containers(f"{engine.LABEL_RUN}=test"):
+            engine.remove(name)
 
 
 def pid_of(name, address):

@@ -163,7 +163,7 @@ async def test_programs_left_behind_keep_no_file_operation_from_its_end(backend,
 
 def test_a_process_number_that_belongs_to_another_by_now_is_not_signalled():
     """Between the list of processes and the signal the kernel may have given the number away."""
-    mine = residents._seen(os.getpid())
+    mine = residents._read(os.getpid())
     Residents(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
     Residents(server=1, agent=2)._kill(replace(mine, inner=mine.inner + 1))
     Residents(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner=1, state="R"))
