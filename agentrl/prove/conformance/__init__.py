@@ -1,9 +1,42 @@
-"""Conformance checks of sandbox backends, shipped with the product: run them on your machine, or on your own backend.
+"""Conformance checks for sandbox backends, shipped with the product for any machine and any user-supplied backend.
 
-Each check opens what it needs through the public protocol and acts as a hostile program would. `check` runs all of them.
+Each check opens what it needs through the public protocol, and acts as a hostile program would. `check` runs all of them.
 """
 
-from agentrl.prove.conformance import basics, network, sessions, shares
-from agentrl.prove.conformance.bench import CHECKS, Bench, CheckResult, Unmet, check
+from __future__ import annotations
 
-__all__ = ["CHECKS", "Bench", "CheckResult", "Unmet", "basics", "check", "network", "sessions", "shares"]
+import asyncio
+import time
+
+from agentrl.errors import AgentRLError
+from agentrl.protocols import SandboxBackend
+from agentrl.prove.conformance import basics, host, sessions
+from agentrl.prove.conformance.bench import Bench, CheckResult, Unmet
+from agentrl.records import SandboxSpec
+
+__all__ = ["CHECKS", "Bench", "CheckResult", "Unmet", "check"]
+
+CHECKS = {
+    name.removeprefix("check_"): function
+    for module in (basics, host, sessions)
+    for name, function in vars(module).items()
+    if name.startswith("check_")
+}
+"""Name -> function of every check. Each gets what it works on, and a new sandbox."""
+_CHECK_S = 120.0
+
+
+async def check(backend: SandboxBackend, spec: SandboxSpec, *, only: str = "") -> list[CheckResult]:
+    """Runs the checks whose name contains `only`, one after the other. A check fails if it raises or takes too long."""
+    await backend.prepare(spec)
+    bench = Bench(backend, spec)
+    results = []
+    for name in (name for name in CHECKS if only in name):
+        start, detail = time.monotonic(), ""
+        try:
+            async with asyncio.timeout(_CHECK_S), bench.sandbox() as sandbox:
+                await CHECKS[name](bench, sandbox)
+        except (Unmet, AgentRLError, ValueError, OSError) as error:
+            detail = f"{type(error).__name__}: {error}"
+        results.append(CheckResult(name=name, ok=not detail, detail=detail, wall_s=time.monotonic() - start))
+    return results
