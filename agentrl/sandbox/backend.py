@@ -16,8 +16,8 @@ from agentrl.sandbox import cancellation, egress, images, layout, server_code
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
-from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
-from agentrl.sandbox.residents import Residents
+from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, write_run_label
+from agentrl.sandbox.processes import SandboxProcesses
 
 MAX_OPENING = 8
 FIRST_S = 60.0
@@ -35,17 +35,17 @@ class ReadyImage:
 
     tree: str  # a tag in Docker, or the path of a folder
     server: Path  # exec server, as source or compiled
-    begins: bool = False  # the image has files for the working directory
-    packaged: bool = False  # built from a distribution's packages only
-    instead: Path | None = None  # runs instead of the exec server
+    fills_workdir: bool = False  # the image has files for the working directory
+    from_packages: bool = False  # built from a distribution's packages only
+    replacement: Path | None = None  # runs instead of the exec server
 
     @property
     def program(self) -> Path:
         """Path of the program that runs as the exec server."""
-        return self.instead or self.server
+        return self.replacement or self.server
 
     @property
-    def program_inside(self) -> str:
+    def program_path(self) -> str:
         """Path of that program in the sandbox."""
         return f"/agentrl/exec_server{self.program.suffix}"
 
@@ -66,7 +66,7 @@ class ChannelBackend(abc.ABC):
 
     name: str
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         self.run_label = run_label
         self._root = root
         self._progress = progress
@@ -89,14 +89,14 @@ class ChannelBackend(abc.ABC):
                 return
             async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
-                with cancellation.propagated():
+                with cancellation.propagate_cancellation():
                     tree = await self._ensure(image)
             async with self._compiling:
                 from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
                 code = await server_code.compiled(image, lambda: self._start_compiler(spec, from_source))
             dockerfile = isinstance(image.recipe, BuildContext)
-            packaged = isinstance(image.recipe, images.ImageRecipe) and not image.recipe.pull
-            self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=dockerfile, packaged=packaged)
+            from_packages = isinstance(image.recipe, images.ImageRecipe) and not image.recipe.pull
+            self._images[spec.image] = ReadyImage(tree=tree, server=code, fills_workdir=dockerfile, from_packages=from_packages)
 
     async def open(
         self,
@@ -113,14 +113,14 @@ class ChannelBackend(abc.ABC):
         """
         await self.prepare(spec)
         image = self._images[spec.image]
-        images.note_use(image.server)
+        images.record_use(image.server)
         async with self._within(timeout_s):
-            sandbox = await self._start(spec, replace(image, instead=server))
+            sandbox = await self._start(spec, replace(image, replacement=server))
             try:
                 if snapshot is not None:
                     await sandbox.restore(snapshot)
-                elif image.begins:
-                    await layout.begin(sandbox)
+                elif image.fills_workdir:
+                    await layout.fill_workdir(sandbox)
                 if files:
                     await sandbox.write_all(files)
             except BaseException:
@@ -174,10 +174,10 @@ class ChannelBackend(abc.ABC):
         """Creates the runtime folder and the egress listener of a new sandbox; both are removed if the block raises."""
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
-            mark_folder(folder, self.name, self.run_label)
+            write_run_label(folder, self.name, self.run_label)
             listener = egress.EgressListener(name, spec, folder) if spec.network else None
             if listener is not None:
-                undo.callback(listener.abandon)
+                undo.callback(listener.discard)
             yield Startup(name=name, spec=spec, folder=folder, listener=listener, undo=undo)
             undo.pop_all()
 
@@ -185,7 +185,7 @@ class ChannelBackend(abc.ABC):
         self,
         start: Startup,
         streams: Streams,
-        residents: Residents,
+        processes: SandboxProcesses,
         end: Callable[[bool], Awaitable[None]],
         *,
         explain: Callable[[], str] = str,
@@ -205,12 +205,12 @@ class ChannelBackend(abc.ABC):
             finally:
                 await asyncio.to_thread(remove_folder, start.folder)
 
-        channel = Channel(*streams, name=start.name, relieve=residents.end_programs)
+        channel = Channel(*streams, name=start.name, relieve=processes.kill_programs)
         sandbox = self._open[start.name] = ChannelSandbox(start.name, start.spec, channel, destroy)
         try:
             await channel.hello()
             if start.listener is not None:
-                await start.listener.take()
+                await start.listener.receive()
         except BaseException as error:
             explanation = explain()
             await sandbox.close()

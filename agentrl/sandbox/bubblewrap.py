@@ -25,11 +25,11 @@ from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, cgroups, egress, images
+from agentrl.sandbox import cgroups, egress, images, limits
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage, Startup
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT
-from agentrl.sandbox.residents import Residents
+from agentrl.sandbox.processes import SandboxProcesses
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class BubblewrapBackend(ChannelBackend):
 
     name = "bubblewrap"
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
-        self._hierarchy = cgroups.find()
+        self._hierarchy = cgroups.find_hierarchy()
         self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.separate`)
         self._has_separated = False
 
@@ -92,21 +92,21 @@ class BubblewrapBackend(ChannelBackend):
             if self._hierarchy is not None:
                 await asyncio.to_thread(self._hierarchy.remove, start.name)
 
-        residents = Residents.of(options, process.pid)
-        return await self._greeted(start, streams, residents, end, explain=lambda: f"bwrap's log: {_log(start.folder) or 'empty'}")
+        processes = SandboxProcesses.from_options(options, process.pid)
+        return await self._greeted(start, streams, processes, end, explain=lambda: f"bwrap's log: {_log(start.folder) or 'empty'}")
 
     async def _spawn(self, start: Startup, image: ReadyImage, link: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
         """Starts bwrap, which waits for its arguments until it is in its control group.
 
         The group is created in a thread: the kernel takes 10 ms to move a process, and longer if many are moved.
         """
-        mounts = {**allowance.describe(start.folder, options), **egress.shown(start.folder, start.spec)}
+        mounts = {**limits.write_system_files(start.folder, options), **egress.socket_mounts(start.folder, start.spec)}
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
             output = stack.enter_context(open(start.folder / "log", "wb"))
-            server = ["python3", "-I", image.program_inside, f"fd:{link}", json.dumps(options)]
+            server = ["python3", "-I", image.program_path, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
                 ["bwrap", "--args", str(args_read), *server],
                 stdin=subprocess.DEVNULL,
@@ -131,12 +131,12 @@ class BubblewrapBackend(ChannelBackend):
 
     def _confine(self, start: Startup, pid: int) -> None:
         assert self._hierarchy is not None
-        self._hierarchy.make(start.name, start.spec)
+        self._hierarchy.create(start.name, start.spec)
         self._hierarchy.add(start.name, pid)
 
     def _view(self, spec: SandboxSpec, image: ReadyImage, mounts: Mapping[str, Path], memory_events: Path | None) -> list[str]:
         """bwrap's options: what the sandbox sees and may do."""
-        disk, shared = str(allowance.disk_bytes(spec)), str(allowance.shared_memory_bytes(spec))
+        disk, shared = str(limits.disk_bytes(spec)), str(limits.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
         words += ["--setenv", "PATH", ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
@@ -144,9 +144,9 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
         words += ["--size", "65536", "--tmpfs", "/sys"]
-        for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
+        for parent in reversed(PurePath(limits.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_inside]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_path]
         for path, source in mounts.items():
             words += ["--ro-bind", str(source), path]
         if memory_events is not None and memory_events.exists():
@@ -154,19 +154,19 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
         if os.geteuid() != 0:
             return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
-        for right in ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *allowance.server_rights()):
+        for right in ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *limits.server_capabilities()):
             words += ["--cap-add", f"CAP_{right}"]  # to stop being root; the exec server drops them before anything else runs
         return words
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """The exec server's options, with the limits that bwrap has no option for."""
-        options = allowance.server_options(name, spec, grouped=self._hierarchy is not None)
-        options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
-        options["terminals"], options["settings"] = allowance.TERMINAL_OPTIONS, allowance.NETWORK_SETTINGS
+        options = limits.server_options(name, spec, grouped=self._hierarchy is not None)
+        options["tmpfs"] = dict.fromkeys(limits.WRITABLE_FOLDERS, f"nr_inodes={limits.max_inodes(spec)}")
+        options["terminals"], options["settings"] = limits.TERMINAL_OPTIONS, limits.NETWORK_SETTINGS
         if self._separates:
-            options["shown"] = [path for path in allowance.told(options) if not path.startswith("/sys/")]
+            options["shown"] = [path for path in limits.system_files(options) if not path.startswith("/sys/")]
         if self._hierarchy is None:
-            disk = allowance.disk_bytes(spec)
+            disk = limits.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
         return options
 
@@ -214,7 +214,7 @@ def _log(folder: Path) -> str:
     return ""
 
 
-def works(timeout_s: float = 10.0) -> str:
+def unavailable_reason(timeout_s: float = 10.0) -> str:
     """Why bubblewrap cannot create a sandbox's namespaces on this machine; empty if it can."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"

@@ -22,8 +22,8 @@ import requests
 from docker.errors import APIError, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError
-from agentrl.sandbox import cancellation, engine, layout
-from agentrl.sandbox.build_context import BuildContext, instructions
+from agentrl.sandbox import cancellation, docker_client, layout
+from agentrl.sandbox.build_context import BuildContext, dockerfile_steps
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import lease, sandbox_name
 
@@ -47,38 +47,38 @@ def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
     Raises `TaskError` (file, line, last output) if it does not build or has no python3 for the exec server, `SandboxUnavailable`
     without a daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or ends.
     """
-    state = engine.state()
+    state = docker_client.daemon_state()
     if state == "silent":
-        raise engine.silence()
+        raise docker_client.silent_daemon_error()
     if state == "absent":
         raise SandboxUnavailable(
-            f"{context.dockerfile} must be built by a Docker daemon, and none answers at {engine.address()}",
+            f"{context.dockerfile} must be built by a Docker daemon, and none answers at {docker_client.daemon_address()}",
             fix="start one (python -m agentrl.sandbox.daemon start, as root), or write an image.toml next to the Dockerfile",
         )
-    with engine.connection(_CHECK_S) as api:
-        if has(api, tag):
+    with docker_client.connection(_CHECK_S) as api:
+        if has_image(api, tag):
             return
         progress(f"building {context.dockerfile}")
         unchecked = f"{tag}-unchecked"
         _build(unchecked, context, progress)
         check_python(api, unchecked, str(context.dockerfile))
-        layout.arrange(api, unchecked, context.dockerfile, BUILD_S)
+        layout.lay_out_image(api, unchecked, context.dockerfile, BUILD_S)
         api.tag(unchecked, *tag.split(":"))
         api.remove_image(unchecked)
 
 
-def plain(tag: str) -> bool:
+def usable_as_is(tag: str) -> bool:
     """Whether sandboxes can start from the image as it is: it has no volumes (extra disks) and no health check (an extra program)."""
-    with engine.connection(_CHECK_S) as api:
+    with docker_client.connection(_CHECK_S) as api:
         config = api.inspect_image(tag)["Config"] or {}
     return not config.get("Volumes") and not config.get("Healthcheck")
 
 
 def export(tag: str, target: Path) -> None:
     """Writes the file tree of an image to `target` as a tar archive, and adds the mount points of a sandbox."""
-    with engine.connection(BUILD_S) as api, _container(api, {"Image": tag, "Entrypoint": ["/none"]}) as name, open(target, "wb") as file:
-        for piece in api.export(name):
-            file.write(piece)
+    config = {"Image": tag, "Entrypoint": ["/none"]}
+    with docker_client.connection(BUILD_S) as api, _container(api, config) as name, open(target, "wb") as file:
+        file.writelines(api.export(name))
     with tarfile.open(target, "a") as archive:
         present = {member.rstrip("/") for member in archive.getnames()}
         for path in MOUNT_POINTS:
@@ -114,7 +114,7 @@ def check_python(api: docker.APIClient, tag: str, source: str) -> None:
         )
 
 
-def has(api: docker.APIClient, tag: str) -> bool:
+def has_image(api: docker.APIClient, tag: str) -> bool:
     """Whether the daemon has the image."""
     try:
         api.inspect_image(tag)
@@ -127,7 +127,8 @@ def has(api: docker.APIClient, tag: str) -> bool:
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
     """A container for the block, removed with its volumes. It has a lease, so that the reaper can remove it too."""
     name = sandbox_name()
-    api.create_container_from_config({**config, "Labels": {engine.LABEL_RUN: "image check", engine.LABEL_LEASE: lease()}}, name=name)
+    labels = {docker_client.LABEL_RUN: "image check", docker_client.LABEL_LEASE: lease()}
+    api.create_container_from_config({**config, "Labels": labels}, name=name)
     try:
         yield name
     finally:
@@ -171,7 +172,7 @@ def _build(tag: str, context: BuildContext, progress: Progress) -> None:
 
 def _failure(context: BuildContext, step: int, message: str, output: deque[str]) -> TaskError:
     """The error for a Dockerfile that does not build: the line, the daemon's message, and the last output."""
-    steps = instructions(context.dockerfile.read_text(errors="replace"))
+    steps = dockerfile_steps(context.dockerfile.read_text(errors="replace"))
     where, instruction = "", ""
     if parse := _PARSE_ERROR.search(message):
         where, message = f", line {parse[1]}", parse[2]
@@ -195,17 +196,17 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
     deadline = time.monotonic() + BUILD_S
     try:
         while True:
-            cancellation.check()
+            cancellation.raise_if_cancelled()
             if time.monotonic() > deadline:
                 raise TaskError(f"{context.dockerfile} did not build in {BUILD_S:.0f} s", fix="shorten the build, or use a base image")
             try:
                 message = messages.get(timeout=LOOK_S)
             except queue.Empty:
-                state = engine.state()
+                state = docker_client.daemon_state()
                 if state == "silent":
-                    raise engine.silence() from None
+                    raise docker_client.silent_daemon_error() from None
                 if state == "absent":
-                    raise SandboxError(f"the Docker daemon at {engine.address()} ended during a build") from None
+                    raise SandboxError(f"the Docker daemon at {docker_client.daemon_address()} ended during a build") from None
                 continue
             if message is None:
                 return
@@ -219,7 +220,7 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
 def _read_messages(tag: str, context: BuildContext, messages: queue.SimpleQueue[Any], abandoned: threading.Event) -> None:
     """Puts the daemon's messages, and any error, into `messages`. Closing the connection ends the build."""
     try:
-        api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=BUILD_S)
+        api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=BUILD_S)
         with contextlib.closing(api), context.archive() as archive:
             options = {"custom_context": True, "rm": True, "forcerm": True, "decode": True, "timeout": BUILD_S}
             for message in api.build(fileobj=archive, tag=tag, **options):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance
+from agentrl.sandbox import limits
 from agentrl.sandbox.inside.room import Groups
 
 MOUNT = Path("/sys/fs/cgroup")
@@ -25,10 +25,10 @@ class Hierarchy:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def make(self, name: str, spec: SandboxSpec) -> None:
+    def create(self, name: str, spec: SandboxSpec) -> None:
         """Creates a group with the limits of `spec`. Raises `SandboxError`."""
         try:
-            self._groups.create(name, allowance.group_limits(spec, _HELPERS))
+            self._groups.create(name, limits.group_limits(spec, _HELPERS))
         except OSError as error:
             with contextlib.suppress(SandboxError):
                 self.remove(name)
@@ -61,7 +61,7 @@ class Hierarchy:
             time.sleep(0.005)
 
 
-def find() -> Hierarchy | None:
+def find_hierarchy() -> Hierarchy | None:
     """The hierarchy in which this process can limit memory, processes and CPU time; None if there is none."""
     if os.geteuid() != 0:
         return None

@@ -114,16 +114,16 @@ class Channel:
         await self._writer.drain()
         return await asyncio.shield(call.done)
 
-    def stop_clocks(self) -> None:
-        """Suspends the deadlines of calls in progress until `start_clocks`, because the sandbox is paused."""
+    def pause_deadlines(self) -> None:
+        """Suspends the deadlines of calls in progress until `resume_deadlines`, because the sandbox is paused."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
             if call.deadline is not None and not call.deadline.expired() and (when := call.deadline.when()) is not None:
                 call.left_s = when - now
                 call.deadline.reschedule(None)
 
-    def start_clocks(self) -> None:
-        """Resumes the deadlines that `stop_clocks` suspended, with the time that was left."""
+    def resume_deadlines(self) -> None:
+        """Resumes the deadlines that `pause_deadlines` suspended, with the time that was left."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
             if call.deadline is not None and not call.deadline.expired() and call.left_s is not None:
@@ -177,8 +177,8 @@ class Channel:
         return True
 
     async def _read_reply(self) -> None:
-        header_size, body_size = frames.prefix(await self._reader.readexactly(frames.PREFIX.size))
-        header = frames.header(await self._reader.readexactly(header_size))
+        header_size, body_size = frames.parse_prefix(await self._reader.readexactly(frames.PREFIX.size))
+        header = frames.parse_header(await self._reader.readexactly(header_size))
         call = self._calls.get(header["id"])
         if call is None:
             raise FrameError("a reply to no request")
@@ -189,9 +189,9 @@ class Channel:
         if call.done.done():
             return
         if not header["ok"]:
-            call.done.set_exception(_error(*frames.failure(header), self.name))
+            call.done.set_exception(_error(*frames.parse_failure(header), self.name))
             return
-        fields = frames.fields(header, call.schema)
+        fields = frames.check_fields(header, call.schema)
         more = fields.get("more", False)
         if more and not body:
             raise FrameError("an empty piece of a reply")

@@ -72,12 +72,12 @@ class ChannelSandbox:
                 operation,
                 fields,
                 body=body,
-                schema=frames.RAN_IN_SESSION if fields.get("session") else frames.RAN,
+                schema=frames.SESSION_RESULT if fields.get("session") else frames.RESULT,
                 max_body=2 * (fields["output_bytes"] + frames.CUT_MARK_BYTES),
                 timeout_s=fields["timeout_s"] + GRACE_S,
             )
         try:
-            return frames.ran(reply.fields, reply.body)
+            return frames.parse_result(reply.fields, reply.body)
         except SandboxError:
             await self.close()
             raise
@@ -121,13 +121,13 @@ class ChannelSandbox:
 
     async def pause(self) -> None:
         """Stops every program and its clock, also while one runs. Memory stays in use. A program that wakes itself up is killed."""
-        self._channel.stop_clocks()
+        self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 
     async def resume(self) -> None:
         """Lets the programs continue."""
         await self._channel.call("resume", timeout_s=GRACE_S)
-        self._channel.start_clocks()
+        self._channel.resume_deadlines()
 
     async def close(self) -> None:
         """Destroys the sandbox. Idempotent. Completes even if the caller is cancelled."""

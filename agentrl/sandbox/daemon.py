@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxUnavailable
-from agentrl.sandbox import engine
+from agentrl.sandbox import docker_client
 
 _STATE = Path("/var/run/agentrl-docker")
 _PIDFILE, _LOG = _STATE / "dockerd.pid", _STATE / "dockerd.log"
@@ -35,12 +35,12 @@ class DaemonStatus:
 
 def status() -> DaemonStatus:
     """The state of the daemon."""
-    return DaemonStatus(answers=engine.answers(), pid=_own_pid())
+    return DaemonStatus(answers=docker_client.daemon_answers(), pid=_own_pid())
 
 
 def start(*, timeout_s: float = 60.0) -> DaemonStatus:
     """Makes sure that a daemon answers. Raises `SandboxUnavailable` with what to install or run, or `SandboxError` if it does not start."""
-    if engine.answers():
+    if docker_client.daemon_answers():
         return status()
     if shutil.which("dockerd") is None:
         raise SandboxUnavailable("dockerd is not installed", fix="apt-get install docker.io crun  (as root)")
@@ -58,7 +58,7 @@ def start(*, timeout_s: float = 60.0) -> DaemonStatus:
                 _command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"
             )
     deadline = time.monotonic() + timeout_s
-    while not engine.answers():
+    while not docker_client.daemon_answers():
         if process is not None and process.poll() is not None:
             raise SandboxError(f"dockerd ended with status {process.returncode}:\n{_log_tail()}")
         if time.monotonic() > deadline:
@@ -84,8 +84,8 @@ def stop(*, timeout_s: float = 30.0) -> bool:
 
 
 def _command() -> list[str]:
-    command = ["dockerd", f"--host={engine.DEFAULT}", f"--pidfile={_PIDFILE}", "--iptables=false", "--ip6tables=false", "--bridge=none"]
-    command += ["--userland-proxy=false", "--log-driver=none", "--log-level=warn"]
+    command = ["dockerd", f"--host={docker_client.DEFAULT}", f"--pidfile={_PIDFILE}", "--iptables=false", "--ip6tables=false"]
+    command += ["--bridge=none", "--userland-proxy=false", "--log-driver=none", "--log-level=warn"]
     crun = shutil.which("crun")
     if crun is not None:  # uses a third of runc's CPU time for each container
         command += [f"--add-runtime=crun={crun}", "--default-runtime=crun"]

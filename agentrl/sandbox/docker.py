@@ -1,4 +1,4 @@
-"""Sandboxes in containers of this machine's Docker daemon: several per container (`agentrl.sandbox.shared`), or one.
+"""Sandboxes in containers of this machine's Docker daemon: several per container (`agentrl.sandbox.shared_containers`), or one.
 
 A container has no network, no new privileges, a read-only root, and limits on memory, swap and processes; with one sandbox in it, also
 on CPU time and disk. Starting it takes two daemon calls, using it none. Process 1 inside connects to a socket that is mounted into the
@@ -29,15 +29,15 @@ from docker.errors import NotFound
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, egress, engine, images, shared
+from agentrl.sandbox import docker_client, egress, images, limits, shared_containers
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.inside.room import NAMESPACES
-from agentrl.sandbox.lease import lease, mark_folder, remove_folder, runtime_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, sandbox_name, write_run_label
 from agentrl.sandbox.links import accept
-from agentrl.sandbox.residents import Residents
-from agentrl.sandbox.shared import CannotShare, Container, Containers, Keeper, Room
+from agentrl.sandbox.processes import SandboxProcesses
+from agentrl.sandbox.shared_containers import CannotShare, Container, ContainerPool, KeeperClient, SharedSandbox
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ TERMINALS = {
         "NoCopy": True,
         "DriverConfig": {
             "Name": "local",
-            "Options": {"type": "devpts", "device": "devpts", "o": f"nosuid,noexec,{allowance.TERMINAL_OPTIONS}"},
+            "Options": {"type": "devpts", "device": "devpts", "o": f"nosuid,noexec,{limits.TERMINAL_OPTIONS}"},
         },
     },
 }
@@ -79,11 +79,11 @@ class DockerBackend(ChannelBackend):
 
     name = "docker"
 
-    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="docker")
         self._background: set[asyncio.Task[None]] = set()  # clean-up of failed openings and of shared containers
-        self._shared = Containers(self._stop)
+        self._shared = ContainerPool(self._stop)
         self._has_shared = False  # a sandbox has opened in a shared container
         self._alone = ""  # why sandboxes cannot share containers here
         self._leaving: dict[str, float] = {}  # containers that the daemon should be removing -> since when
@@ -93,7 +93,7 @@ class DockerBackend(ChannelBackend):
             await super()._close()
             self._shared.close()
             if self._background:
-                await asyncio.wait(self._background, timeout=engine.QUICK_S)
+                await asyncio.wait(self._background, timeout=docker_client.QUICK_S)
             if self._leaving:
                 names = frozenset(self._leaving)
                 await self._call(lambda: _await_removed(names, LEAVING_S))
@@ -110,7 +110,7 @@ class DockerBackend(ChannelBackend):
         The keeper of a shared container has capabilities that no process has in a sandbox's own container, and the image's python3
         runs it. So only images built from a distribution's packages share containers, never those from a task's Dockerfile.
         """
-        if image.packaged and not spec.runtime and not self._alone:
+        if image.from_packages and not spec.runtime and not self._alone:
             try:
                 return await self._start_shared(spec, image)
             except SandboxError as error:
@@ -124,7 +124,7 @@ class DockerBackend(ChannelBackend):
 
     async def _start_alone(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         async with self._startup(spec) as start:
-            options = allowance.server_options(start.name, spec)
+            options = limits.server_options(start.name, spec)
             container = self._container(spec, image, start.folder, options)
             link = await self._connect(start.name, container, start.folder, image.program)
             streams = await asyncio.open_unix_connection(sock=link, limit=_STREAM_BYTES)
@@ -132,7 +132,7 @@ class DockerBackend(ChannelBackend):
         async def end(ended: bool) -> None:
             await (self._leave(start.name) if ended else self._discard(start.name))
 
-        return await self._greeted(start, streams, Residents.of(options, 0), end)
+        return await self._greeted(start, streams, SandboxProcesses.from_options(options, 0), end)
 
     # Shared containers ------------------------------------------------------------------------------------------------
 
@@ -140,27 +140,27 @@ class DockerBackend(ChannelBackend):
         """Raises `CannotShare` if the very first sandbox fails for a reason that applies to all others too."""
         async with self._startup(spec) as start:
             key = (image.tree, image.server, spec)
-            container = await self._shared.take(key, lambda: self._new_container(spec, image))
-            start.undo.callback(self._shared.give_back, container)
+            container = await self._shared.acquire(key, lambda: self._new_container(spec, image))
+            start.undo.callback(self._shared.release, container)
             keeper = container.starting.result()
             ours, theirs = socket.socketpair()
             with theirs:
                 ours.setblocking(False)
                 streams = await asyncio.open_unix_connection(sock=ours, limit=_STREAM_BYTES)  # closes `ours` if it fails
                 start.undo.callback(streams[1].close)
-                described = self._room(start.name, spec)
+                description = self._room(start.name, spec)
                 listener = start.folder / egress.LINK if start.listener else None
-                room = _hand_over(keeper, described, theirs, listener, image.instead)
+                room = _request_sandbox(keeper, description, theirs, listener, image.replacement)
 
         async def end(ended: bool) -> None:
             try:
                 await keeper.end(room, PATIENCE_S if ended else 0.0)
             finally:
-                self._shared.give_back(container)
+                self._shared.release(container)
 
-        residents = Residents.of(described["options"], 0)
+        processes = SandboxProcesses.from_options(description["options"], 0)
         try:
-            sandbox = await self._greeted(start, streams, residents, end, explain=lambda: room.failure)
+            sandbox = await self._greeted(start, streams, processes, end, explain=lambda: room.failure)
         except SandboxError:
             if room.refused and not self._has_shared:
                 raise CannotShare(room.failure) from None
@@ -172,12 +172,12 @@ class DockerBackend(ChannelBackend):
         name = sandbox_name()
         return Container(name, self._start_keeper(name, spec, image))
 
-    async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> Keeper:
-        async with sandbox_folder(name) as folder, asyncio.timeout(engine.REQUEST_S):
-            mark_folder(folder, "container", self.run_label)
+    async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> KeeperClient:
+        async with sandbox_folder(name) as folder, asyncio.timeout(docker_client.REQUEST_S):
+            write_run_label(folder, "container", self.run_label)
             container = self._shared_container(name, spec, image, folder)
             link = await self._connect(name, container, folder, image.server, socket.SOCK_SEQPACKET)
-            keeper = Keeper(link, name)
+            keeper = KeeperClient(link, name)
             try:
                 await keeper.ready()
             except BaseException:
@@ -252,56 +252,56 @@ class DockerBackend(ChannelBackend):
                 await self._call(lambda: _await_removed(due, 0.0))
 
     async def _discard(self, name: str) -> None:
-        await asyncio.shield(self._call(lambda: engine.remove(name)))
+        await asyncio.shield(self._call(lambda: docker_client.remove(name)))
         self._leaving.pop(name, None)
 
     async def _call(self, work: Callable[[], T]) -> T:
         """Runs a blocking daemon call in this backend's threads. Raises `SandboxError`."""
         try:
-            async with asyncio.timeout(engine.REQUEST_S + 5):
+            async with asyncio.timeout(docker_client.REQUEST_S + 5):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError:
-            raise SandboxTimeout(f"the Docker daemon did not answer in {engine.REQUEST_S:.0f} s") from None
+            raise SandboxTimeout(f"the Docker daemon did not answer in {docker_client.REQUEST_S:.0f} s") from None
 
     # Specifications ---------------------------------------------------------------------------------------------------
 
     def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         """The create request of a container for one sandbox, whose exec server gets `options`."""
-        mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
+        mounts = {"/agentrl": folder, **limits.write_system_files(folder, options)}
         shares_kernel = spec.runtime in SHARING
         if not shares_kernel:  # another kernel shows its own cores, and has its own terminals and buffers
-            del mounts[allowance.CORES_FILE]
+            del mounts[limits.CORES_FILE]
         binds = [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()]
         host = {
-            **_host_config(spec.memory_mb << 20, allowance.socket_bytes(spec), spec.processes + 1),
-            "CapAdd": ["SETPCAP", *allowance.server_rights()],
+            **_host_config(spec.memory_mb << 20, limits.socket_bytes(spec), spec.processes + 1),
+            "CapAdd": ["SETPCAP", *limits.server_capabilities()],
             "SecurityOpt": ["no-new-privileges"],
             "Tmpfs": {path: f"rw,nosuid,nodev,exec,{size}" for path, size in _tmpfs(spec).items()},
             "NanoCpus": int(spec.cpus * 1e9),
             "Mounts": [*binds, *([TERMINALS] if shares_kernel else [])],
-            "Sysctls": allowance.NETWORK_SETTINGS if shares_kernel else {},
+            "Sysctls": limits.NETWORK_SETTINGS if shares_kernel else {},
             "ReadonlyPaths": _READ_ONLY,
         }
         if spec.runtime:
             host["Runtime"] = spec.runtime
-        return self._request(image, [image.program_inside, "connect:/agentrl/link", json.dumps(options)], host)
+        return self._request(image, [image.program_path, "connect:/agentrl/link", json.dumps(options)], host)
 
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The create request of a shared container. Its limits fit all of its sandboxes, each of which has its own.
 
         Its keeper may create namespaces and mounts; the processes it starts give that up before they run a program.
         """
-        memory = shared.SLOTS * (spec.memory_mb << 20) + shared.KEEPER_BYTES
-        processes = shared.SLOTS * (spec.processes + 1) + 1
+        memory = shared_containers.SLOTS * (spec.memory_mb << 20) + shared_containers.KEEPER_BYTES
+        processes = shared_containers.SLOTS * (spec.processes + 1) + 1
         host = {
-            **_host_config(memory, shared.SLOTS * allowance.socket_bytes(spec), processes),
-            "CapAdd": ["SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", *allowance.server_rights()],
+            **_host_config(memory, shared_containers.SLOTS * limits.socket_bytes(spec), processes),
+            "CapAdd": ["SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", *limits.server_capabilities()],
             "SecurityOpt": ["no-new-privileges", "apparmor=unconfined"],  # the default profile allows no mount
             "Tmpfs": dict.fromkeys(("/tmp", "/home/agent"), "rw,nosuid,nodev,noexec,mode=755,size=65536"),
             "Mounts": [{"Type": "bind", "Source": str(folder), "Target": "/agentrl", "ReadOnly": True}],
         }
         command = [f"/agentrl/exec_server{image.server.suffix}", "keep:/agentrl/link"]
-        return self._request(image, command, host, {engine.LABEL_SHARED: "yes"})
+        return self._request(image, command, host, {docker_client.LABEL_SHARED: "yes"})
 
     def _request(self, image: ReadyImage, command: list[str], host: dict[str, Any], labels: dict[str, str] | None = None) -> dict[str, Any]:
         return {
@@ -312,23 +312,23 @@ class DockerBackend(ChannelBackend):
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "NetworkDisabled": True,
-            "Labels": {engine.LABEL_RUN: self.run_label, engine.LABEL_LEASE: lease(), **(labels or {})},
+            "Labels": {docker_client.LABEL_RUN: self.run_label, docker_client.LABEL_LEASE: lease(), **(labels or {})},
             "HostConfig": host,
         }
 
     def _room(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """The description of one sandbox for a keeper (see `agentrl.sandbox.inside.room`)."""
-        options = allowance.server_options(name, spec)
+        options = limits.server_options(name, spec)
         if spec.network:
             options["network"] = {**options["network"], "link": f"fd:{EGRESS_FD}"}
         return {
             "name": name,
             "options": options,
-            "bounds": allowance.group_limits(spec, 1),  # the exec server counts as a process
+            "bounds": limits.group_limits(spec, 1),  # the exec server counts as a process
             "namespaces": list(NAMESPACES),
-            "files": {**allowance.told(options), "/etc/hosts": _HOSTS, "/etc/hostname": "sandbox\n"},
-            "terminals": allowance.TERMINAL_OPTIONS,
-            "settings": allowance.NETWORK_SETTINGS,
+            "files": {**limits.system_files(options), "/etc/hosts": _HOSTS, "/etc/hostname": "sandbox\n"},
+            "terminals": limits.TERMINAL_OPTIONS,
+            "settings": limits.NETWORK_SETTINGS,
             "tmpfs": _tmpfs(spec),
         }
 
@@ -351,8 +351,8 @@ def _host_config(memory: int, socket_bytes: int, processes: int) -> dict[str, An
 
 def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
     """Mount options of each writable folder."""
-    sizes = dict.fromkeys(allowance.WRITABLE, allowance.disk_bytes(spec)) | {"/dev/shm": allowance.shared_memory_bytes(spec)}
-    return {path: f"mode=1777,size={size},nr_inodes={allowance.inodes(spec)}" for path, size in sizes.items()}
+    sizes = dict.fromkeys(limits.WRITABLE_FOLDERS, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
+    return {path: f"mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}" for path, size in sizes.items()}
 
 
 @contextlib.contextmanager
@@ -369,28 +369,29 @@ def _listening(path: Path, kind: socket.SocketKind) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def _hand_over(keeper: Keeper, room: dict[str, Any], link: socket.socket, listener: Path | None, instead: Path | None) -> Room:
-    """Has `keeper` start a sandbox and passes descriptors to it: its connection, one to the egress listener's socket, a replacement
-    of the exec server."""
+def _request_sandbox(
+    keeper: KeeperClient, description: dict[str, Any], link: socket.socket, listener: Path | None, server: Path | None
+) -> SharedSandbox:
+    """Requests a sandbox that gets these descriptors: its connection, one to the egress listener's socket, a replacement server."""
     with contextlib.ExitStack() as stack:
         descriptors = {"link": link.fileno()}
         if listener is not None:
             egress_link = stack.enter_context(socket.socket(socket.AF_UNIX))
             egress_link.connect(str(listener))
             descriptors["egress"] = egress_link.fileno()
-        if instead is not None:
-            descriptors["program"] = stack.enter_context(open(instead, "rb")).fileno()
-        return keeper.open(room, descriptors)
+        if server is not None:
+            descriptors["program"] = stack.enter_context(open(server, "rb")).fileno()
+        return keeper.open(description, descriptors)
 
 
 def _create_and_start(name: str, container: dict[str, Any]) -> None:
-    with engine.connection() as api:
+    with docker_client.connection() as api:
         api.create_container_from_config(container, name=name)
         api.start(name)
 
 
 def _runs(name: str) -> bool:
-    with engine.connection(engine.QUICK_S) as api:
+    with docker_client.connection(docker_client.QUICK_S) as api:
         try:
             return bool(api.inspect_container(name)["State"]["Running"])
         except NotFound:
@@ -400,9 +401,9 @@ def _runs(name: str) -> bool:
 def _await_removed(names: frozenset[str], timeout_s: float) -> None:
     """Gives the daemon `timeout_s` to remove these containers, then removes the rest by force."""
     deadline = time.monotonic() + timeout_s
-    while left := names & engine.containers(f"{engine.LABEL_LEASE}={lease()}").keys():
+    while left := names & docker_client.containers(f"{docker_client.LABEL_LEASE}={lease()}").keys():
         if time.monotonic() >= deadline:
             for name in left:
-                engine.remove(name)
+                docker_client.remove(name)
             return
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """Removal of images that have not been used for long. An image that is needed again is rebuilt.
 
 An image has a folder in the cache and, for the Docker backend, images in the daemon with tags that end in the folder's name. It was last
-used when a sandbox last got the exec server in its folder (`images.note_use`). Images of the daemon without a folder in this cache are
+used when a sandbox last got the exec server in its folder (`images.record_use`). Images of the daemon without a folder in this cache are
 kept: they may belong to another cache.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from docker.errors import APIError
 
-from agentrl.sandbox import engine
+from agentrl.sandbox import docker_client
 from agentrl.sandbox.images import cache_folder
 
 _DAY_S = 86400.0
@@ -29,20 +29,20 @@ _PART = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")  # left by a killed buil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unused:
-    """Something unused for `days`: `Unused(what="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
+class UnusedFile:
+    """Something unused for `days`: `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
 
-    what: str  # tag of an image in the daemon, or path below the cache
+    name: str  # tag of an image in the daemon, or path below the cache
     size: int  # bytes; layers that several images of the daemon share count for each
     days: float
 
 
-def evict(*, days: float, dry: bool) -> list[Unused]:
+def evict(*, days: float, dry: bool) -> list[UnusedFile]:
     """Removes, unless `dry`, images and old exec servers that were unused for `days`, and parts left by killed builds. Blocking.
 
     Keeps what is being built and what a container uses. Returns what was, or would be, removed. Raises `SandboxError`.
     """
-    unused: list[Unused] = []
+    unused: list[UnusedFile] = []
     tags = _tags()
     folders = sorted(path for path in (cache_folder() / "images").glob("*") if path.is_dir() and _KEY.fullmatch(path.name))
     for folder in folders:
@@ -52,19 +52,19 @@ def evict(*, days: float, dry: bool) -> list[Unused]:
     return unused
 
 
-def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[Unused]:
+def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[UnusedFile]:
     ages = {path: (time.time() - path.lstat().st_mtime) / _DAY_S for path in sorted(folder.iterdir()) if path.suffix != ".lock"}
     parts = {path for path in ages if _PART.fullmatch(path.name)}
     age = min((days for path, days in ages.items() if path not in parts), default=float("inf"))
     old_servers = {path for path in ages if path.name.startswith("exec_server-") and ages[path] >= days}
     doomed = list(ages) if age >= days else [path for path in ages if path in parts | old_servers]
-    unused = [Unused(what=f"{folder.name}/{path.name}", size=_size(path), days=ages[path]) for path in doomed]
+    unused = [UnusedFile(name=f"{folder.name}/{path.name}", size=_size(path), days=ages[path]) for path in doomed]
     if not dry:
         for path in doomed:
             _remove(path)
     if age >= days:
         removed = tags if dry else {tag: size for tag, size in tags.items() if _untag(tag)}
-        unused += [Unused(what=tag, size=size, days=age) for tag, size in sorted(removed.items())]
+        unused += [UnusedFile(name=tag, size=size, days=age) for tag, size in sorted(removed.items())]
     return unused
 
 
@@ -100,9 +100,9 @@ def _try_lock(folder: Path) -> Iterator[bool]:
 def _tags() -> dict[str, dict[str, int]]:
     """Image key -> tag -> size in bytes, for the daemon's images. Empty without a daemon."""
     sizes: dict[str, dict[str, int]] = {}
-    if not engine.reachable():
+    if not docker_client.reachable():
         return sizes
-    with engine.connection() as api:
+    with docker_client.connection() as api:
         for image in api.images(filters={"reference": "agentrl/*"}):
             for tag in image["RepoTags"] or ():
                 sizes.setdefault(tag.rpartition(":")[2].partition("-")[0], {})[tag] = int(image["Size"])
@@ -111,7 +111,7 @@ def _tags() -> dict[str, dict[str, int]]:
 
 def _untag(tag: str) -> bool:
     """Removes a tag, and the image with its last tag. False if a container uses it."""
-    with engine.connection() as api:
+    with docker_client.connection() as api:
         try:
             api.remove_image(tag)
         except APIError as error:

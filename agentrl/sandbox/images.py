@@ -31,9 +31,9 @@ import requests
 from docker.errors import APIError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl import toml
+from agentrl.base import toml
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
-from agentrl.sandbox import build_context, builds, cancellation, engine
+from agentrl.sandbox import build_context, builds, cancellation, docker_client
 from agentrl.sandbox.build_context import BuildContext
 
 BUILD_S = 900.0
@@ -49,7 +49,7 @@ _EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/us
 Progress = Callable[[str], None]
 
 
-def silent(message: str) -> None:
+def no_progress(message: str) -> None:
     """A progress callback that does nothing."""
 
 
@@ -95,7 +95,7 @@ class Image(BaseModel):
         return f"agentrl/{self.name}:{self.recipe.key}"
 
     @property
-    def built(self) -> str:
+    def built_tag(self) -> str:
         """The daemon's name for the image built from a Dockerfile, before further processing."""
         return f"{self.tag}-built"
 
@@ -124,7 +124,7 @@ def load_image(folder: Path, *, cache: Path | None = None) -> Image:
     """Reads `folder/image.toml`, or the build context of `folder/Dockerfile`. Raises `UserError` with the file, the key and the fix."""
     path = folder / "image.toml"
     from_dockerfile = not path.exists() and os.path.lexists(folder / build_context.DOCKERFILE)
-    recipe = build_context.read(folder) if from_dockerfile else _read(path)
+    recipe = build_context.read_build_context(folder) if from_dockerfile else _read(path)
     home = folder.resolve()
     name = home.parent.name if home.name == "environment" else home.name  # a task keeps its image in its folder `environment`
     name = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-") or "image"
@@ -147,7 +147,7 @@ def _read(path: Path) -> ImageRecipe:
         raise UserError(f"{path} {error}", fix=example) from None
 
 
-def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
+def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
     """Path of the image's file tree as a tar archive. Builds it unless it is cached (minutes the first time)."""
     if image.tarball.exists():
         return image.tarball
@@ -158,21 +158,21 @@ def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
             ensure_built(image, progress)
             progress(f"exporting the file tree of sandbox image {image.name} from Docker")
             with _part(image.tarball) as part:
-                builds.export(image.built, part)
+                builds.export(image.built_tag, part)
         else:
             progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
             _build(image)
     return image.tarball
 
 
-def ensure_built(image: Image, progress: Progress = silent) -> None:
+def ensure_built(image: Image, progress: Progress = no_progress) -> None:
     """Builds the image's Dockerfile unless the Docker daemon has it (see `agentrl.sandbox.builds.ensure_built`)."""
     assert isinstance(image.recipe, BuildContext)
     with locked(image, "build"):
-        builds.ensure_built(image.built, image.recipe, progress)
+        builds.ensure_built(image.built_tag, image.recipe, progress)
 
 
-def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
+def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
     """Path of the image's file tree as a folder."""
     if image.rootfs.exists():
         return image.rootfs
@@ -187,15 +187,15 @@ def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
     return image.rootfs
 
 
-def ensure_docker_image(image: Image, progress: Progress = silent) -> str:
+def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
     """The image's tag, after making sure that the Docker daemon has it. Blocking; may take minutes the first time."""
-    if engine.state(PREPARE_S) == "silent":
-        raise engine.silence()
-    with engine.connection() as api:
-        if builds.has(api, image.tag):
+    if docker_client.daemon_state(PREPARE_S) == "silent":
+        raise docker_client.silent_daemon_error()
+    with docker_client.connection() as api:
+        if builds.has_image(api, image.tag):
             return image.tag
         with locked(image, "docker"):
-            if not builds.has(api, image.tag) and not _tagged(api, image, progress):
+            if not builds.has_image(api, image.tag) and not _tagged(api, image, progress):
                 tarball = ensure_tarball(image, progress)
                 progress(f"importing sandbox image {image.name} into Docker")
                 _import(api, tarball, image.tag)
@@ -204,10 +204,10 @@ def ensure_docker_image(image: Image, progress: Progress = silent) -> str:
 
 def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
     """Tags the image that the daemon has built or pulled. False if its file tree must be imported instead."""
-    source = image.built
+    source = image.built_tag
     if isinstance(image.recipe, BuildContext):
         ensure_built(image, progress)
-        if not builds.plain(source):
+        if not builds.usable_as_is(source):
             return False
     else:
         source = image.recipe.pull
@@ -220,7 +220,7 @@ def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
 def _pulled(image: Image, reference: str, progress: Progress) -> bool:
     """Tries to pull `reference`. False if the registry does not answer or does not have it."""
     progress(f"pulling {reference} for sandbox image {image.name}")
-    api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=_PULL_S)
+    api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=_PULL_S)
     try:
         api.pull(reference)
         builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
@@ -240,7 +240,7 @@ def _import(api: docker.APIClient, tarball: Path, tag: str) -> None:
             raise SandboxError(f"docker import of {tarball} failed: {message['error']}")
 
 
-def note_use(file: Path) -> None:
+def record_use(file: Path) -> None:
     """Updates the time of a file in use, at most once an hour. Does nothing in a cache that this user cannot write to."""
     with suppress(OSError):
         if file.stat().st_mtime < time.time() - _RECORD_USE_S:
@@ -262,7 +262,7 @@ def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60
                     raise UserError(
                         f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"end it, or remove {image.folder}"
                     ) from None
-                cancellation.check()
+                cancellation.raise_if_cancelled()
                 time.sleep(0.2)
         yield
 
@@ -329,7 +329,7 @@ def _run(command: list[str]) -> None:
                     output, _ = process.communicate(timeout=_LOOK_S)
                     break
                 except subprocess.TimeoutExpired:
-                    cancellation.check()
+                    cancellation.raise_if_cancelled()
                     if time.monotonic() > deadline:
                         raise UserError(
                             f"{command[0]} did not finish in {BUILD_S:.0f} s", fix="check that the package mirror answers"

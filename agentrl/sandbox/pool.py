@@ -11,9 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Protocol, runtime_checkable
 
-from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
 from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import SandboxSpec
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.sandbox import cgroups, engine
-from agentrl.sandbox.lease import alive, read_mark, runtime_folder
+from agentrl.sandbox import cgroups, docker_client
+from agentrl.sandbox.lease import alive, read_run_label, runtime_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ def list_open() -> list[OpenSandbox]:
     sandboxes: dict[str, OpenSandbox] = {}
     for driver in _subfolders(runtime_folder()):
         for folder in _subfolders(driver):
-            backend, run = read_mark(folder)
+            backend, run = read_run_label(folder)
             sandboxes[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(driver.name))
     for name, labels in _containers().items():
-        lease = labels.get(engine.LABEL_LEASE, "")
-        backend = "container" if engine.LABEL_SHARED in labels else "docker"
-        sandboxes[name] = OpenSandbox(name=name, backend=backend, run=labels.get(engine.LABEL_RUN, ""), driver_alive=alive(lease))
+        lease = labels.get(docker_client.LABEL_LEASE, "")
+        backend = "container" if docker_client.LABEL_SHARED in labels else "docker"
+        sandboxes[name] = OpenSandbox(name=name, backend=backend, run=labels.get(docker_client.LABEL_RUN, ""), driver_alive=alive(lease))
     return sorted(sandboxes.values(), key=lambda sandbox: sandbox.name)
 
 
@@ -42,20 +42,20 @@ def prune() -> int:
     """Removes the containers, folders and control groups of dead drivers. Returns the number of sandboxes. Blocking."""
     dead = {sandbox.name for sandbox in list_open() if not sandbox.driver_alive}
     for name in dead & _containers().keys():
-        engine.remove(name)
+        docker_client.remove(name)
     for driver in _subfolders(runtime_folder()):
         if not alive(driver.name):
             shutil.rmtree(driver, ignore_errors=True)
-    hierarchy = cgroups.find()
+    hierarchy = cgroups.find_hierarchy()
     if hierarchy is not None:
         for name in hierarchy.names():
-            if not alive(lease_of(name)):
+            if not alive(lease_in_name(name)):
                 hierarchy.remove(name)
                 dead.add(name)
     return len(dead)
 
 
-def lease_of(name: str) -> str:
+def lease_in_name(name: str) -> str:
     """The lease in a sandbox's name (`agentrl-<lease>-<number>`)."""
     return name.removeprefix("agentrl-").rpartition("-")[0]
 
@@ -69,4 +69,4 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _containers() -> dict[str, dict[str, str]]:
-    return engine.containers(engine.LABEL_LEASE) if engine.reachable() else {}
+    return docker_client.containers(docker_client.LABEL_LEASE) if docker_client.reachable() else {}

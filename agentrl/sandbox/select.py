@@ -8,11 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
-from agentrl import parts
+from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
+from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend
-from agentrl.recipe import SandboxConfig
-from agentrl.sandbox import bubblewrap, engine, images, reaper
+from agentrl.sandbox import bubblewrap, docker_client, images, reaper
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
 from agentrl.sandbox.pool import WarmPool
@@ -25,7 +25,7 @@ _INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
 
 
 def select_backend(
-    name: str, *, run_label: str, root: Path, progress: images.Progress = images.silent
+    name: str, *, run_label: str, root: Path, progress: images.Progress = images.no_progress
 ) -> DockerBackend | BubblewrapBackend:
     """The shipped backend `name`. `auto` is Docker if a local daemon answers, or bubblewrap if that works.
 
@@ -38,22 +38,23 @@ def select_backend(
     """
     if name not in parts.BACKEND.shipped:
         raise UserError(f"unknown sandbox backend {name!r}", fix=f"use {', '.join(parts.BACKEND.shipped)}")
-    daemon = engine.state() if name in ("auto", "docker") else "absent"
+    daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
     if name == "docker":
         silent = daemon == "silent"
         raise SandboxUnavailable(
-            f"no Docker daemon answers at {engine.address()}" + (": it accepts connections but is silent" if silent else ""),
+            f"no Docker daemon answers at {docker_client.daemon_address()}" + (": it accepts connections but is silent" if silent else ""),
             fix=f"{_RESTART_DOCKER if silent else _START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
         )
-    problem = bubblewrap.works()
+    problem = bubblewrap.unavailable_reason()
     if not problem:
         return BubblewrapBackend(run_label=run_label, root=root, progress=progress)
     if name == "bubblewrap":
         raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=_INSTALL_BUBBLEWRAP)
     raise SandboxUnavailable(
-        f"programs cannot be isolated here: no Docker daemon answers at {engine.address()}, and bubblewrap does not work: {problem}",
+        f"programs cannot be isolated here: no Docker daemon answers at {docker_client.daemon_address()}, "
+        f"and bubblewrap does not work: {problem}",
         fix=f"one of\n    {_START_DOCKER}\n    {_INSTALL_BUBBLEWRAP}",
     )
 
@@ -65,7 +66,7 @@ open_bubblewrap = functools.partial(select_backend, "bubblewrap")
 
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
     """The backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` for an invalid user-supplied one."""
-    backend: SandboxBackend = parts.make(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
+    backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
     return backend
 
 

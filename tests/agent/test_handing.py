@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl import codec
 from agentrl.agent.tools import ToolOutcome
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import RecipeError, SandboxError
 from agentrl.protocols import LiveEpisode
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task
-from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task, codec
+from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.sandbox import WarmPool, select_backend
-from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
@@ -235,7 +234,7 @@ async def test_a_state_after_sub_agents_goes_on_to_the_same_end_and_there_is_non
     reads = scripted(delegate("a"), program("put mid 1") + delegate("b"), a=[program("put o 1"), "A"], b=[program("ls"), "B"])
     states: list[EpisodeState] = []
 
-    async def on_turn(turns: int, capture: Capture) -> None:
+    async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))
@@ -253,19 +252,19 @@ async def test_a_state_after_sub_agents_goes_on_to_the_same_end_and_there_is_non
             async def nothing() -> Mapping[str, Any]:
                 return {}
 
-            async with episode.apart(await episode.working_copy()) as own:
+            async with episode.sub_episode(await episode.working_copy()) as own:
                 await own.sandbox()
                 await own.boundary(nothing)
                 kept.append(own)
             with pytest.raises(SandboxError, match="is over"):
-                async with episode.apart(None) as other:
+                async with episode.sub_episode(None) as other:
                     kept.append(other)
                 await other.sandbox()
             return "answered"
 
     seen, kept = list[EpisodeState | None](), list[LiveEpisode]()
 
-    async def looks(turns: int, capture: Capture) -> None:
+    async def looks(turns: int, capture: CaptureState) -> None:
         seen.append(await capture())
 
     episode = await replace(runs(reads, Desks()), agent=Beside()).run(tree, episode_id="e", on_turn=looks)

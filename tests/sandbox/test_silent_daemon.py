@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
-from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import DockerBackend, docker, engine, images, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import DockerBackend, docker, docker_client, images, list_open, open_sandboxes, prune, select_backend
 from tests.commands import agentrl
 
 SPEC = SandboxSpec(image="image")
@@ -135,7 +135,7 @@ class Relay:
 
 @pytest.mark.docker
 async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_path, monkeypatch):
-    real = engine.address()
+    real = docker_client.daemon_address()
     relay = Relay(str(tmp_path / "relay.sock"), real.removeprefix("unix://"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/relay.sock")
     backend = DockerBackend(run_label="test", root=root)
@@ -143,7 +143,7 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
         await backend.prepare(ALONE)
         good, doomed, shared = await backend.open(ALONE), await backend.open(ALONE), await backend.open(SPEC)
         relay.silent = True
-        for module, name, seconds in ((docker, "LEAVING_S", 1.0), (engine, "QUICK_S", 1.5), (docker, "UNDO_S", 1.0)):
+        for module, name, seconds in ((docker, "LEAVING_S", 1.0), (docker_client, "QUICK_S", 1.5), (docker, "UNDO_S", 1.0)):
             monkeypatch.setattr(module, name, seconds)  # only now, so that the daemon that answers has its full time
         assert (await good.python("print(1)", timeout_s=60)).ok  # what is open needs no daemon
         with in_time(), pytest.raises(SandboxTimeout, match=r"in 2\.0 s"):
@@ -161,8 +161,8 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
         relay.close()
         monkeypatch.undo()
         monkeypatch.setenv("DOCKER_HOST", real)
-        for name in engine.containers(f"{engine.LABEL_RUN}=test"):
-            engine.remove(name)
+        for name in docker_client.containers(f"{docker_client.LABEL_RUN}=test"):
+            docker_client.remove(name)
 
 
 def pid_of(name, address):

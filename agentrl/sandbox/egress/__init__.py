@@ -13,12 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agentrl.destinations import Destination, parse_all
 from agentrl.records import SandboxSpec
+from agentrl.records.destinations import Destination, parse_destinations
 from agentrl.sandbox.egress.listener import LINK, EgressListener
 from agentrl.sandbox.egress.proxy import Bounds
 
-__all__ = ["LINK", "PORT", "Bounds", "EgressListener", "environment", "server_options", "shown"]
+__all__ = ["LINK", "PORT", "Bounds", "EgressListener", "proxy_environment", "server_options", "socket_mounts"]
 
 PORT = 3128
 """The proxy's port on the loopback of every sandbox with an allow-list."""
@@ -28,19 +28,19 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def server_options(spec: SandboxSpec) -> dict[str, Any]:
-    """Additional options of the exec server (see `allowance.server_options`). Empty without an allow-list."""
+    """Additional options of the exec server (see `limits.server_options`). Empty without an allow-list."""
     if not spec.network:
         return {}
-    variables = environment(parse_all(spec.network))
+    variables = proxy_environment(parse_destinations(spec.network))
     return {"network": {"port": PORT, "backlog": _BACKLOG, "link": f"connect:{_LINK_INSIDE}", "environment": variables}}
 
 
-def shown(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
+def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
     """Path in the sandbox -> path on the host of the socket through which the exec server hands over its listener."""
     return {_LINK_INSIDE: folder / LINK} if spec.network else {}
 
 
-def environment(network: tuple[Destination, ...]) -> dict[str, str]:
+def proxy_environment(network: tuple[Destination, ...]) -> dict[str, str]:
     """The proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list contains them."""
     listed = {destination.host for destination in network}
     proxy, direct = f"http://127.0.0.1:{PORT}", ",".join(name for name in _LOOPBACK if name not in listed)

@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 import h11
 
-from agentrl.destinations import plain_host
+from agentrl.records.destinations import plain_host
 
 _MAX_HEADERS = 100
 _SIZE_DIGITS = 15
@@ -33,16 +33,16 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ProxyRequest:
     """A request."""
 
-    host: str  # in the form of `agentrl.destinations.plain_host`
+    host: str  # in the form of `agentrl.records.destinations.plain_host`
     port: int
     head: bytes = b""  # for the server; empty for a tunnel
     body: int = 0  # size of the request's body
 
 
-def parse(head: bytes) -> Wanted:
+def parse_request(head: bytes) -> ProxyRequest:
     """The request with this head, which ends with the empty line. Raises `Refusal`."""
     request = _read(head)
     method, target, version = (part.decode("ascii") for part in (request.method, request.target, request.http_version))
@@ -51,7 +51,7 @@ def parse(head: bytes) -> Wanted:
         host, port = _authority(target, None)
         if any(name in ("content-length", "transfer-encoding") for name, _ in headers):
             raise _bad("CONNECT has no body")
-        return Wanted(host=host, port=port)
+        return ProxyRequest(host=host, port=port)
     absolute = _ABSOLUTE.fullmatch(target)
     if absolute is None:
         raise _bad("the request must be for http://host/path, or CONNECT host:port")
@@ -64,7 +64,7 @@ def parse(head: bytes) -> Wanted:
     lines += [f"Host: {name}" if port == 80 else f"Host: {name}:{port}", "Connection: close"]
     lines += [] if size is None else [f"Content-Length: {size}"]
     start = f"{method} {path if path.startswith('/') else '/' + path} HTTP/{version}"
-    return Wanted(host=host, port=port, head="\r\n".join([start, *lines, "", ""]).encode("latin-1"), body=size or 0)
+    return ProxyRequest(host=host, port=port, head="\r\n".join([start, *lines, "", ""]).encode("latin-1"), body=size or 0)
 
 
 def _read(head: bytes) -> h11.Request:

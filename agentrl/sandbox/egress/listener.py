@@ -17,9 +17,9 @@ import threading
 import time
 from pathlib import Path
 
-from agentrl.destinations import parse_all
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
+from agentrl.records.destinations import parse_destinations
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
 from agentrl.sandbox.links import accept, readable
 
@@ -36,12 +36,12 @@ _MAX_DESCRIPTORS = 8
 class EgressListener:
     """The host's end of a sandbox with an allow-list: it accepts the connections and passes them to `proxy`.
 
-    Create it before the sandbox starts, `take` the listener after the exec server's greeting, and `close` it with the sandbox.
+    Create it before the sandbox starts, `receive` the listener after the exec server's greeting, and `close` it with the sandbox.
     """
 
     def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
-        self.proxy = Proxy(name, parse_all(spec.network), self.bounds)
+        self.proxy = Proxy(name, parse_destinations(spec.network), self.bounds)
         self._name = name
         self._path = folder / LINK
         self._handover = socket.socket(socket.AF_UNIX)
@@ -59,14 +59,14 @@ class EgressListener:
             self._handover.close()
             raise
 
-    async def take(self) -> None:
+    async def receive(self) -> None:
         """Receives the listener and starts to serve. Raises `SandboxError`. The caller sets the deadline."""
         loop = asyncio.get_running_loop()
         with await accept(self._handover) as link:
             await readable(link)
             _, descriptors, _, _ = socket.recv_fds(link, 1, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         self._listener = _checked(descriptors)
-        self.abandon()
+        self.discard()
         thread = threading.Thread(target=self._accept, args=(self._listener, loop), name=f"egress {self._name}", daemon=True)
         thread.start()
 
@@ -75,7 +75,7 @@ class EgressListener:
         if self._closing:
             return
         self._closing = True
-        self.abandon()
+        self.discard()
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
@@ -89,9 +89,9 @@ class EgressListener:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.proxy.sum_up()
+        self.proxy.log_refusals()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Removes the hand-over socket, because the listener has arrived or the sandbox has failed to start."""
         self._handover.close()
         self._path.unlink(missing_ok=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from agentrl.destinations import Destination
+from agentrl.records.destinations import Destination
 from agentrl.sandbox.egress import heads
-from agentrl.sandbox.egress.addresses import AddressBook
-from agentrl.sandbox.egress.heads import Refusal, Wanted
+from agentrl.sandbox.egress.addresses import AllowList
+from agentrl.sandbox.egress.heads import ProxyRequest, Refusal
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +67,12 @@ class _Clock:
 
 
 class Proxy:
-    """Serves the connections of sandbox `name`. `refused` counts refusals by reason. The first one is logged; `sum_up` logs the totals."""
+    """Serves the connections of sandbox `name`. `refused` counts refusals by reason; only the first one is logged at once."""
 
     def __init__(self, name: str, network: Sequence[Destination], bounds: Bounds) -> None:
         self.refused: Counter[str] = Counter()
         self._name, self._bounds = name, bounds
-        self._allowed = AddressBook(network)
+        self._allowed = AllowList(network)
         self._left = bounds.total_bytes
 
     async def serve(self, link: socket.socket) -> None:
@@ -90,7 +90,7 @@ class Proxy:
         finally:
             writer.transport.abort()
 
-    def sum_up(self) -> None:
+    def log_refusals(self) -> None:
         """Logs the number of refusals, unless there was only the one that was already logged."""
         if self.refused.total() > 1:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
@@ -101,7 +101,7 @@ class Proxy:
         try:
             if self._left <= 0:
                 raise Refusal(HTTPStatus.FORBIDDEN, f"the sandbox has used up its {self._bounds.total_bytes} bytes")
-            request = heads.parse(await self._head(program[0]))
+            request = heads.parse_request(await self._head(program[0]))
             link = await self._connect(request)
         except Refusal as refusal:
             if not self.refused:
@@ -124,14 +124,14 @@ class Proxy:
         except asyncio.IncompleteReadError:
             raise ConnectionError("closed before the end of the request") from None
 
-    async def _connect(self, request: Wanted) -> socket.socket:
+    async def _connect(self, request: ProxyRequest) -> socket.socket:
         try:
             async with asyncio.timeout(self._bounds.connect_s):
                 return await self._allowed.connect(request.host, request.port)
         except TimeoutError:
             raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, f"no connection in {self._bounds.connect_s:.0f} s") from None
 
-    async def _forward(self, request: Wanted, program: _Streams, server: _Streams) -> None:
+    async def _forward(self, request: ProxyRequest, program: _Streams, server: _Streams) -> None:
         clock = _Clock(self._bounds, patient=self._allowed.lists_address(request.host, request.port))
         try:
             async with clock.deadline:

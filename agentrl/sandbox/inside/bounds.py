@@ -32,7 +32,7 @@ _PAGE = 65536
 
 
 def set_bounds(options: Request) -> None:
-    """Sets, as root, the limits on terminals and socket buffers that the engine has not set."""
+    """Sets, as root, the limits on terminals and socket buffers that Docker has not set."""
     os.chmod(HOME, 0o1777)  # runc gives a tmpfs the mode of the folder below it
     if "terminals" in options:
         _remount("/dev/pts", MS_NOSUID | MS_NOEXEC, options["terminals"])

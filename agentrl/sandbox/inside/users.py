@@ -112,7 +112,7 @@ class Users:
 
 
 def _is_mapped(user: int) -> bool:
-    """Whether this user namespace has `user`. That of a rootless engine has only the first thousands."""
+    """Whether this user namespace has `user`. That of a rootless Docker has only the first thousands."""
     with open("/proc/self/uid_map") as file:
         ranges = [line.split() for line in file]
     return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
@@ -154,7 +154,7 @@ def restrict(options: Request) -> None:
         resource.setrlimit(getattr(resource, name), (value, value))
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, max(SERVER_FILES, options["open_files"])))
     usable = os.sched_getaffinity(0).intersection(options["cores"])
-    if usable:  # an engine may reserve other cores for containers
+    if usable:  # Docker may reserve other cores for containers
         os.sched_setaffinity(0, usable)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)

@@ -63,7 +63,7 @@ def _below(path: str, tops: Sequence[str]) -> bool:
     return any(normal == top or normal.startswith(top + "/") for top in tops)
 
 
-def arrange(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
+def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
     """Replaces the image `tag` by one that is laid out for sandboxes. Raises `TaskError` with `dockerfile`. Blocking."""
     config: Mapping[str, Any] = api.inspect_image(tag)["Config"] or {}
     try:
@@ -83,7 +83,7 @@ def arrange(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float)
         printed += [line for line in lines if line.strip() and not line.startswith(_BUILDER_LINES)]
 
 
-async def begin(sandbox: Sandbox) -> None:
+async def fill_workdir(sandbox: Sandbox) -> None:
     """Fills a new sandbox's working directory. Raises `TaskError` if the files do not fit, otherwise `SandboxError`."""
     result = await sandbox.python(BEGIN, timeout_s=_BEGIN_S)
     if result.ok:

@@ -1,0 +1,125 @@
+"""The local Docker daemon: its address, whether it answers, and this process's connections to it. All functions block."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Literal
+
+import docker
+import requests
+import urllib3
+from docker.errors import APIError, DockerException
+from docker.transport import UnixHTTPAdapter
+
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+
+DEFAULT = "unix:///var/run/docker.sock"
+API_VERSION = "1.41"  # Docker Engine 20.10
+LABEL_RUN, LABEL_LEASE, LABEL_SHARED = "agentrl.run", "agentrl.lease", "agentrl.shared"
+"""Labels of a container: its run, its driver's lease, and whether several sandboxes share it."""
+REQUEST_S = 60.0
+QUICK_S = 15.0
+"""Timeout of requests that only inspect or remove."""
+_PING_S = 2.0
+_POOLS = 2  # connections per thread; the library opens one per requested URL host, and each container has its own
+_thread = threading.local()
+
+State = Literal["answers", "silent", "absent"]
+
+
+def daemon_address() -> str:
+    """The local daemon's socket: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` for a daemon on another machine.
+
+    Sandboxes reach the driver through a mounted socket, which a remote daemon cannot offer.
+    """
+    url = os.environ.get("DOCKER_HOST", "") or DEFAULT
+    if not url.startswith("unix://"):
+        raise SandboxUnavailable(f"DOCKER_HOST={url} is not a daemon on this machine", fix="unset DOCKER_HOST, or use bubblewrap")
+    return url
+
+
+def daemon_state(timeout_s: float = _PING_S) -> State:
+    """Pings the local daemon. `silent`: it accepts connections but does not answer within `timeout_s`. `absent`: nothing listens."""
+    try:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(timeout_s)
+            link.connect(daemon_address().removeprefix("unix://"))
+            link.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+            return "answers" if b" 200 " in link.recv(64) else "silent"
+    except TimeoutError:
+        return "silent"
+    except OSError:
+        return "absent"
+
+
+def daemon_answers(timeout_s: float = _PING_S) -> bool:
+    """Whether the local Docker daemon answers a ping within `timeout_s`."""
+    return daemon_state(timeout_s) == "answers"
+
+
+def silent_daemon_error() -> SandboxTimeout:
+    """The error for a daemon that accepts connections but does not answer."""
+    return SandboxTimeout(f"the Docker daemon at {daemon_address()} accepts connections but does not answer; restart it")
+
+
+def daemon_error(error: Exception) -> SandboxError:
+    """Converts an error of the client library."""
+    if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)):
+        return SandboxTimeout(f"the Docker daemon at {daemon_address()} did not answer in time: {error}")
+    return SandboxError(f"Docker daemon: {error}")
+
+
+def client() -> docker.APIClient:
+    """This thread's client. The library's clients are not thread-safe."""
+    if getattr(_thread, "address", "") != daemon_address():
+        api = docker.APIClient(base_url=daemon_address(), version=API_VERSION, timeout=REQUEST_S)
+        # For local sockets the library ignores `num_pools` (docker 7.2).
+        api.mount("http+docker://", UnixHTTPAdapter(daemon_address().removeprefix("unix://"), REQUEST_S, pool_connections=_POOLS))
+        _thread.api, _thread.address = api, daemon_address()
+    return _thread.api
+
+
+@contextlib.contextmanager
+def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
+    """This thread's client with this timeout, for the block. Errors of the library are raised as `SandboxError`."""
+    api = client()
+    previous, api.timeout = api.timeout, timeout_s
+    try:
+        yield api
+    except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        raise daemon_error(error) from error
+    finally:
+        api.timeout = previous
+
+
+def reachable() -> bool:
+    """Whether there is a local daemon. Raises `SandboxTimeout` if it does not answer."""
+    try:
+        current = daemon_state()
+    except SandboxUnavailable:  # one on another machine
+        return False
+    if current == "silent":
+        raise silent_daemon_error()
+    return current == "answers"
+
+
+def containers(label: str) -> dict[str, dict[str, str]]:
+    """Name -> labels of every container, running or not, with `label` (`key` or `key=value`). Raises `SandboxError`."""
+    with connection(QUICK_S) as api:
+        listed = api.containers(all=True, filters={"label": [label]})
+    return {item["Names"][0].lstrip("/"): item["Labels"] for item in listed if item["Names"]}
+
+
+def remove(name: str) -> None:
+    """Kills and removes a container. Does nothing if it is gone or being removed. Raises `SandboxError`."""
+    with connection(QUICK_S) as api:
+        try:
+            api.remove_container(name, force=True, v=True)
+        except APIError as error:
+            if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
+                raise

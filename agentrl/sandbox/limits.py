@@ -1,0 +1,134 @@
+"""Kernel limits of a sandbox, computed from its spec. Both backends use these numbers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import os
+from pathlib import Path, PurePath
+from typing import Any
+
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import egress, seccomp
+from agentrl.sandbox.inside.room import PERIOD_US
+from agentrl.sandbox.inside.users import HOME
+
+MEBIBYTE = 1 << 20
+RESERVED_BYTES = 48 * MEBIBYTE
+"""Memory that files cannot take: enough for the exec server and the start of one program."""
+INODE_BYTES = 1100
+"""Kernel memory of an empty file: its inode and its name."""
+WRITABLE_FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
+CORES_FILE = "/sys/devices/system/cpu/online"
+"""The C library counts the machine's cores here, whatever cores a program may run on."""
+MAX_TERMINALS = 16
+"""Pseudo terminals of a sandbox. The machine has 3,072 in total (`kernel.pty.max` minus `kernel.pty.reserve`)."""
+TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={MAX_TERMINALS}"
+NETWORK_SETTINGS = {
+    "net.ipv4.tcp_rmem": "4096 16384 262144",
+    "net.ipv4.tcp_wmem": "4096 16384 262144",
+    "net.ipv4.tcp_max_tw_buckets": "4096",
+}
+"""Settings of a sandbox's network namespace. A connection that is not accepted yet is charged to no process; its buffer keeps the
+second size."""
+
+_MIN_DISK_BYTES = 4 * MEBIBYTE
+_INODES_PER_MEBIBYTE = 40
+_SOCKET_SHARE = 8  # TCP and UDP buffers may take this fraction of the memory; cgroup v1 counts them in addition to it
+_AGENT_USERS, _SERVER_USERS, _USER_RANGE = 0x70000000, 0x78000000, 0x07FFFFFF  # a range that systemd leaves free (systemd.io/UIDS-GIDS)
+_LIMITS = {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 4096, "RLIMIT_MSGQUEUE": 262_144}
+_CAPABILITIES = {"KILL": 5, "SETGID": 6, "SETUID": 7}
+_CAP_SYS_RESOURCE = 24
+
+_next_core = itertools.count()
+
+
+def shared_memory_bytes(spec: SandboxSpec) -> int:
+    """Size of /dev/shm."""
+    return min(16 * MEBIBYTE, spec.memory_mb * MEBIBYTE // 8)
+
+
+def disk_bytes(spec: SandboxSpec) -> int:
+    """Size of the working directory, and of /tmp. Both are in memory; when both are full, `RESERVED_BYTES` must remain."""
+    free = spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
+    return min(spec.disk_mb * MEBIBYTE, max(free // 2, _MIN_DISK_BYTES))
+
+
+def max_inodes(spec: SandboxSpec) -> int:
+    """Number of files and folders that each writable folder may hold. Empty ones take kernel memory too."""
+    return _INODES_PER_MEBIBYTE * spec.memory_mb
+
+
+def socket_bytes(spec: SandboxSpec) -> int:
+    """Size of all TCP and UDP buffers together."""
+    return spec.memory_mb * MEBIBYTE // _SOCKET_SHARE
+
+
+def group_limits(spec: SandboxSpec, helpers: int) -> dict[str, int]:
+    """Limits of the control group of a sandbox in which `helpers` of our processes run too."""
+    return {
+        "memory": spec.memory_mb * MEBIBYTE,
+        "processes": spec.processes + helpers,
+        "cpu_us": int(spec.cpus * PERIOD_US),
+        "sockets": socket_bytes(spec),
+    }
+
+
+def system_files(options: dict[str, Any]) -> dict[str, str]:
+    """System files that write_system_files the sandbox to its programs: path in the sandbox -> content."""
+    agent = options["agent"]
+    passwd = (
+        f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{HOME}:/bin/sh\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    )
+    return {"/etc/passwd": passwd, CORES_FILE: ",".join(map(str, options["cores"])) + "\n"}
+
+
+def write_system_files(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
+    """Writes the files of `system_files` to `folder`. Returns path in the sandbox -> path on the host."""
+    written = {}
+    for path, text in system_files(options).items():
+        written[path] = folder / PurePath(path).name
+        written[path].write_text(text)
+    return written
+
+
+def cores(spec: SandboxSpec) -> list[int]:
+    """The cores of one sandbox, `ceil(spec.cpus)` at most. Successive calls rotate through the cores that this process may use."""
+    usable = sorted(os.sched_getaffinity(0))
+    count = min(len(usable), math.ceil(spec.cpus))
+    first = next(_next_core) * count
+    return sorted(usable[(first + number) % len(usable)] for number in range(count))
+
+
+@functools.cache
+def server_capabilities() -> dict[str, int]:
+    """Capabilities (name -> number) that the exec server keeps, to end programs of another user and to become that user.
+
+    SYS_RESOURCE prevents a program from becoming a less likely victim than the server when memory runs out. It is included only
+    if this process may have it, because some machines withhold it.
+    """
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    available = int(status["CapBnd"], 16) >> _CAP_SYS_RESOURCE & 1
+    return _CAPABILITIES | ({"SYS_RESOURCE": _CAP_SYS_RESOURCE} if available else {})
+
+
+def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dict[str, Any]:
+    """The start options of the exec server of sandbox `name`. `grouped`: the sandbox has a control group for CPU time.
+
+    Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user.
+    They are derived from a hash of the name; if two sandboxes collide, they only share those counts.
+    """
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _USER_RANGE
+    return {
+        "agent": _AGENT_USERS + number,
+        "server": _SERVER_USERS + number,
+        "rights": list(server_capabilities().values()),
+        "cores": cores(spec),
+        "open_files": spec.open_files,
+        "grouped": grouped,
+        "limits": dict(_LIMITS),
+        "filter": seccomp.filter_program().hex() if seccomp.supported() else "",
+    } | egress.server_options(spec)

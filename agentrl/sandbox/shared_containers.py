@@ -1,0 +1,230 @@
+"""ContainerPool that several sandboxes share: the connection to each container's keeper, and the allocation of slots.
+
+A container costs a tenth of a second of CPU time in the daemon, while isolation is cheap. So one container is the outer wall of up to
+`SLOTS` sandboxes at a time and `LIFETIME` in total, each of which is isolated from the others (see `agentrl.sandbox.inside.room`). A
+container that fails ends the sandboxes in it, and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import SandboxError
+
+log = logging.getLogger(__name__)
+
+SLOTS = 16
+LIFETIME = 256
+KEEPER_BYTES = 64 << 20
+"""Memory of a container in addition to that of its sandboxes."""
+MAX_IDLE = 8
+"""ContainerPool without a sandbox that stay ready. The least recently used one is stopped first."""
+ENDING_S = 60.0
+"""How long a killed sandbox may take to end. Then its container gets no further sandbox."""
+_RETRY_S = 0.1
+_PACKET = 1 << 17
+_SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC)
+
+
+class CannotShare(SandboxError):
+    """The containers of this machine cannot hold several sandboxes. The message says what is not permitted."""
+
+
+@dataclass(slots=True)
+class SharedSandbox:
+    """A sandbox in a shared container."""
+
+    id: int
+    failure: str = ""  # why its first process could not start it
+    code: int | None = None  # the kernel's error number
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def refused(self) -> bool:
+        """Whether it failed for a reason that applies to other sandboxes too, rather than for a shortage."""
+        return bool(self.failure) and self.code not in _SHORTAGES
+
+
+class KeeperClient:
+    """The connection to the keeper of one container. Any protocol violation closes it, and so ends everything in the container."""
+
+    def __init__(self, link: socket.socket, name: str) -> None:
+        self.name = name
+        self.gone = asyncio.Event()
+        self.retired = False  # gets no further sandbox; the present ones continue
+        self._problem = ""
+        self._link = link
+        self._rooms: dict[int, SharedSandbox] = {}
+        self._numbers = itertools.count()
+        self._ready = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(link, self._read)
+
+    async def ready(self) -> None:
+        """Waits until the keeper is ready. The caller sets the deadline. Raises `CannotShare` or `SandboxError`."""
+        await self._ready.wait()
+        if self._problem:
+            raise CannotShare(self._problem)
+        if self.gone.is_set():
+            raise SandboxError(f"container {self.name} ended before it was ready")
+
+    def open(self, description: Mapping[str, Any], descriptors: Mapping[str, int]) -> SharedSandbox:
+        """Requests a sandbox, which gets these descriptors. Its own connection shows whether it starts. Raises `SandboxError`."""
+        room = SharedSandbox(next(self._numbers))
+        if not self._send({"op": "open", "id": room.id, "handed": list(descriptors), **description}, list(descriptors.values())):
+            raise SandboxError(f"container {self.name} does not read its requests")
+        self._rooms[room.id] = room
+        return room
+
+    async def end(self, room: SharedSandbox, patience_s: float) -> None:
+        """Waits `patience_s` for a sandbox to end, then kills it. Returns once nothing of it is left. Raises `SandboxError`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await room.ended.wait()
+        if room.ended.is_set():
+            return
+        try:
+            async with asyncio.timeout(ENDING_S):
+                while not self._send({"op": "end", "id": room.id}, []):
+                    await asyncio.sleep(_RETRY_S)
+                await room.ended.wait()
+        except TimeoutError:
+            self.retired = True
+            raise SandboxError(
+                f"a sandbox in container {self.name} did not end within {ENDING_S:.0f} s; the container ends with its last other sandbox"
+            ) from None
+
+    def close(self) -> None:
+        """Closes the connection, which ends the container. Idempotent."""
+        if not self.gone.is_set():
+            self._loop.remove_reader(self._link)
+            self._link.close()
+            self.gone.set()
+            self._ready.set()
+            for room in self._rooms.values():
+                room.ended.set()
+            self._rooms.clear()
+
+    def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
+        """Sends a request. False if the keeper has too many unread ones, for example because it gets no CPU time."""
+        if self.gone.is_set():
+            raise SandboxError(f"container {self.name} is gone")
+        try:
+            socket.send_fds(self._link, [json.dumps(request).encode()], descriptors)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"container {self.name} accepts no request: {error}") from error
+        return True
+
+    def _read(self) -> None:
+        try:
+            data = self._link.recv(_PACKET)
+            if not data:
+                raise SandboxError("it has ended")
+            self._handle(json.loads(data))
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SandboxError) as error:
+            if self._rooms:
+                log.warning("container %s with %d sandboxes is gone: %s", self.name, len(self._rooms), error)
+            self.close()
+
+    def _handle(self, message: Any) -> None:
+        if not isinstance(message, dict):
+            raise ValueError("a message that is not an object")
+        if "ready" in message or "cannot" in message:
+            self._problem = str(message.get("cannot", ""))[:500]
+            self._ready.set()
+            return
+        room = self._rooms[message["id"]]
+        if "failed" in message:
+            room.failure, room.code = str(message["failed"])[:500], message["errno"]
+        else:
+            room.ended.set()
+            del self._rooms[room.id]
+
+
+class Container:
+    """A shared container."""
+
+    def __init__(self, name: str, starting: Awaitable[KeeperClient]) -> None:
+        self.name = name
+        self.starting = asyncio.ensure_future(starting)
+        self.taken = 0  # slots in use
+        self.served = 0  # sandboxes so far
+        self.used = 0.0  # when a slot was last released
+        self.starting.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not start, has ended, or gets no further sandbox."""
+        if not self.starting.done():
+            return False
+        if self.starting.cancelled() or self.starting.exception() is not None:
+            return True
+        return self.starting.result().gone.is_set() or self.starting.result().retired
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can get another sandbox."""
+        return self.taken < SLOTS and self.served < LIFETIME and not self.failed
+
+
+class ContainerPool:
+    """The shared containers of a backend, by a key that only interchangeable sandboxes have in common. `stop` ends a container."""
+
+    def __init__(self, stop: Callable[[Container], None]) -> None:
+        self._stop = stop
+        self._containers: dict[Hashable, list[Container]] = {}
+
+    async def acquire(self, key: Hashable, start: Callable[[], Container]) -> Container:
+        """A running container with a slot for the caller, who must call `release`. Raises what its start raises."""
+        container = next((container for container in self._containers.get(key, ()) if container.has_room), None)
+        if container is None:
+            container = start()
+            self._containers.setdefault(key, []).append(container)
+        container.taken += 1
+        container.served += 1
+        try:
+            await asyncio.shield(container.starting)
+        except BaseException:
+            self.release(container)
+            raise
+        return container
+
+    def release(self, container: Container) -> None:
+        """Releases a slot. Stops containers without a sandbox that are used up or have failed, and all but `MAX_IDLE` others."""
+        container.taken -= 1
+        container.used = asyncio.get_running_loop().time()
+        every = [other for same_key in self._containers.values() for other in same_key]
+        idle = sorted((other for other in every if not other.taken), key=lambda other: other.used)
+        reusable = [other for other in idle if other.has_room][-MAX_IDLE:]
+        for other in idle:
+            if other not in reusable:
+                self._drop(other)
+
+    def _drop(self, container: Container) -> None:
+        for key, same_key in list(self._containers.items()):
+            if container in same_key:
+                same_key.remove(container)
+                self._stop(container)
+            if not same_key:
+                del self._containers[key]
+
+    def close(self) -> None:
+        """Stops every container."""
+        for same_key in self._containers.values():
+            for container in same_key:
+                self._stop(container)
+        self._containers.clear()
