@@ -165,7 +165,7 @@ def test_a_process_number_that_belongs_to_another_by_now_is_not_signalled():
     """Between the list of processes and the signal the kernel may have given the number away."""
     mine = processes._read(os.getpid())
     SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
-    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner=mine.inner_pid + 1))
+    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner_pid=mine.inner_pid + 1))
     SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner_pid=1, state="R"))
 
 
