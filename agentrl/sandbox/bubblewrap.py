@@ -19,7 +19,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -92,8 +92,13 @@ class BubblewrapBackend(ChannelBackend):
             if self._hierarchy is not None:
                 await asyncio.to_thread(self._hierarchy.remove, start.name)
 
+        def explain() -> str:
+            with contextlib.suppress(OSError):
+                return f"bwrap's log: {(start.folder / 'log').read_text(errors='replace')[-500:].strip() or 'empty'}"
+            return ""
+
         processes = SandboxProcesses.from_options(options, process.pid)
-        return await self._greeted(start, streams, processes, end, explain=lambda: f"bwrap's log: {_log(start.folder) or 'empty'}")
+        return await self._greeted(start, streams, processes, end, explain=explain)
 
     async def _spawn(self, start: Startup, image: ReadyImage, link: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
         """Starts bwrap, which waits for its arguments until it is in its control group.
@@ -120,7 +125,12 @@ class BubblewrapBackend(ChannelBackend):
             try:
                 memory_events = None
                 if self._hierarchy is not None:
-                    await _uncancelled(asyncio.to_thread(self._confine, start, process.pid))
+                    confining = asyncio.create_task(asyncio.to_thread(self._confine, start, process.pid))
+                    try:
+                        await asyncio.shield(confining)
+                    except asyncio.CancelledError:
+                        await asyncio.wait([confining])  # nothing that it uses may be removed before
+                        raise
                     memory_events = self._hierarchy.memory_events(start.name)
                 view = self._view(start.spec, image, mounts, memory_events)
                 arguments.write(b"".join(os.fsencode(word) + b"\0" for word in view))
@@ -171,16 +181,6 @@ class BubblewrapBackend(ChannelBackend):
         return options
 
 
-async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Waits for `work` to complete even if the caller is cancelled, so that nothing it uses is removed before."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kills bwrap's process group, which the sandbox's first process shares.
 
@@ -206,12 +206,6 @@ async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
         pause = min(2 * pause, 0.1)
     _kill(process)
     process.wait()
-
-
-def _log(folder: Path) -> str:
-    with contextlib.suppress(OSError):
-        return (folder / "log").read_text(errors="replace")[-500:].strip()
-    return ""
 
 
 def unavailable_reason(timeout_s: float = 10.0) -> str:

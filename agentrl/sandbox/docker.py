@@ -25,8 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from docker.errors import NotFound
-
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import docker_client, egress, images, limits, shared_containers
@@ -34,7 +32,7 @@ from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.inside.room import NAMESPACES
-from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, sandbox_name, write_run_label
+from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, write_run_label
 from agentrl.sandbox.links import accept
 from agentrl.sandbox.processes import SandboxProcesses
 from agentrl.sandbox.shared_containers import CannotShare, Container, ContainerPool, KeeperClient, SharedSandbox
@@ -96,7 +94,7 @@ class DockerBackend(ChannelBackend):
                 await asyncio.wait(self._background, timeout=docker_client.QUICK_S)
             if self._leaving:
                 names = frozenset(self._leaving)
-                await self._call(lambda: _await_removed(names, LEAVING_S))
+                await self._call(lambda: docker_client.await_removed(names, LEAVING_S))
                 self._leaving.clear()
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -140,7 +138,7 @@ class DockerBackend(ChannelBackend):
         """Raises `CannotShare` if the very first sandbox fails for a reason that applies to all others too."""
         async with self._startup(spec) as start:
             key = (image.tree, image.server, spec)
-            container = await self._shared.acquire(key, lambda: self._new_container(spec, image))
+            container = await self._shared.acquire(key, lambda name: self._start_keeper(name, spec, image))
             start.undo.callback(self._shared.release, container)
             keeper = container.starting.result()
             ours, theirs = socket.socketpair()
@@ -167,10 +165,6 @@ class DockerBackend(ChannelBackend):
             raise
         self._has_shared = True
         return sandbox
-
-    def _new_container(self, spec: SandboxSpec, image: ReadyImage) -> Container:
-        name = sandbox_name()
-        return Container(name, self._start_keeper(name, spec, image))
 
     async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> KeeperClient:
         async with sandbox_folder(name) as folder, asyncio.timeout(docker_client.REQUEST_S):
@@ -215,7 +209,7 @@ class DockerBackend(ChannelBackend):
         shutil.copyfile(program, server)
         server.chmod(0o644)
         with _listening(folder / "link", kind) as listener:
-            starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, container)))
+            starting = asyncio.ensure_future(self._call(lambda: docker_client.create_and_start(name, container)))
             try:
                 await asyncio.shield(starting)
                 return await self._accept(listener, name)
@@ -230,7 +224,7 @@ class DockerBackend(ChannelBackend):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     return await accept(listener)
-            if not await self._call(lambda: _runs(name)):
+            if not await self._call(lambda: docker_client.is_running(name)):
                 raise NeverAnswered(f"container {name} ended before its exec server answered; does its image have python3 (3.9 or later)?")
 
     async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
@@ -249,7 +243,7 @@ class DockerBackend(ChannelBackend):
             for other in due:
                 del self._leaving[other]
             if due:
-                await self._call(lambda: _await_removed(due, 0.0))
+                await self._call(lambda: docker_client.await_removed(due, 0.0))
 
     async def _discard(self, name: str) -> None:
         await asyncio.shield(self._call(lambda: docker_client.remove(name)))
@@ -382,28 +376,3 @@ def _request_sandbox(
         if server is not None:
             descriptors["program"] = stack.enter_context(open(server, "rb")).fileno()
         return keeper.open(description, descriptors)
-
-
-def _create_and_start(name: str, container: dict[str, Any]) -> None:
-    with docker_client.connection() as api:
-        api.create_container_from_config(container, name=name)
-        api.start(name)
-
-
-def _runs(name: str) -> bool:
-    with docker_client.connection(docker_client.QUICK_S) as api:
-        try:
-            return bool(api.inspect_container(name)["State"]["Running"])
-        except NotFound:
-            return False
-
-
-def _await_removed(names: frozenset[str], timeout_s: float) -> None:
-    """Gives the daemon `timeout_s` to remove these containers, then removes the rest by force."""
-    deadline = time.monotonic() + timeout_s
-    while left := names & docker_client.containers(f"{docker_client.LABEL_LEASE}={lease()}").keys():
-        if time.monotonic() >= deadline:
-            for name in left:
-                docker_client.remove(name)
-            return
-        time.sleep(0.1)

@@ -6,17 +6,19 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 import docker
 import requests
 import urllib3
-from docker.errors import APIError, DockerException
+from docker.errors import APIError, DockerException, NotFound
 from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.sandbox.lease import lease
 
 DEFAULT = "unix:///var/run/docker.sock"
 API_VERSION = "1.41"  # Docker Engine 20.10
@@ -108,6 +110,22 @@ def reachable() -> bool:
     return current == "answers"
 
 
+def create_and_start(name: str, container: dict[str, Any]) -> None:
+    """Creates a container from the body of a create request, and starts it. Raises `SandboxError`."""
+    with connection() as api:
+        api.create_container_from_config(container, name=name)
+        api.start(name)
+
+
+def is_running(name: str) -> bool:
+    """Whether a container runs. Raises `SandboxError`."""
+    with connection(QUICK_S) as api:
+        try:
+            return bool(api.inspect_container(name)["State"]["Running"])
+        except NotFound:
+            return False
+
+
 def containers(label: str) -> dict[str, dict[str, str]]:
     """Name -> labels of every container, running or not, with `label` (`key` or `key=value`). Raises `SandboxError`."""
     with connection(QUICK_S) as api:
@@ -123,3 +141,14 @@ def remove(name: str) -> None:
         except APIError as error:
             if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
                 raise
+
+
+def await_removed(names: frozenset[str], timeout_s: float) -> None:
+    """Gives the daemon `timeout_s` to remove these containers of this process, then removes the rest. Raises `SandboxError`."""
+    deadline = time.monotonic() + timeout_s
+    while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
+        if time.monotonic() >= deadline:
+            for name in left:
+                remove(name)
+            return
+        time.sleep(0.1)

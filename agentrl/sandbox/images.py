@@ -198,7 +198,11 @@ def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
             if not builds.has_image(api, image.tag) and not _tagged(api, image, progress):
                 tarball = ensure_tarball(image, progress)
                 progress(f"importing sandbox image {image.name} into Docker")
-                _import(api, tarball, image.tag)
+                repository, version = image.tag.split(":")
+                output = api.import_image_from_file(str(tarball), repository=repository, tag=version)
+                for line in str(output).splitlines():
+                    if line.startswith("{") and "error" in (message := json.loads(line)):
+                        raise SandboxError(f"docker import of {tarball} failed: {message['error']}")
     return image.tag
 
 
@@ -230,14 +234,6 @@ def _pulled(image: Image, reference: str, progress: Progress) -> bool:
     finally:
         api.close()
     return True
-
-
-def _import(api: docker.APIClient, tarball: Path, tag: str) -> None:
-    repository, version = tag.split(":")
-    output = api.import_image_from_file(str(tarball), repository=repository, tag=version)
-    for line in str(output).splitlines():
-        if line.startswith("{") and "error" in (message := json.loads(line)):
-            raise SandboxError(f"docker import of {tarball} failed: {message['error']}")
 
 
 def record_use(file: Path) -> None:

@@ -27,14 +27,10 @@ _stuck: set[Path] = set()
 """Folders that could not be removed, for example without a free descriptor. Each later removal retries them."""
 
 
-@functools.cache
-def _lease_of(pid: int) -> str:
-    return f"{_boot()}-{pid}-{_start_time(pid)}"
-
-
 def lease() -> str:
     """This process's lease."""
-    return _lease_of(os.getpid())
+    pid = os.getpid()
+    return f"{_boot()}-{pid}-{_start_time(pid)}"
 
 
 def alive(other: str) -> bool:

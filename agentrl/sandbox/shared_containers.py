@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import SandboxError
+from agentrl.sandbox.lease import sandbox_name
 
 log = logging.getLogger(__name__)
 
@@ -188,11 +189,12 @@ class ContainerPool:
         self._stop = stop
         self._containers: dict[Hashable, list[Container]] = {}
 
-    async def acquire(self, key: Hashable, start: Callable[[], Container]) -> Container:
+    async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
         """A running container with a slot for the caller, who must call `release`. Raises what its start raises."""
         container = next((container for container in self._containers.get(key, ()) if container.has_room), None)
         if container is None:
-            container = start()
+            name = sandbox_name()
+            container = Container(name, start(name))
             self._containers.setdefault(key, []).append(container)
         container.taken += 1
         container.served += 1

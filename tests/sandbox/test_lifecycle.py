@@ -142,7 +142,7 @@ async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, m
         assert go_on.wait(60.0)
         return make(*arguments)
 
-    monkeypatch.setattr(cgroups.Hierarchy, "make", slow)
+    monkeypatch.setattr(cgroups.Hierarchy, "create", slow)
     opening = asyncio.create_task(backend.open(SPEC))
     while not begun.is_set():
         await asyncio.sleep(0.001)  # the event loop goes round
