@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cancellation, egress, images, layout, server_code
+from agentrl.sandbox import egress, images, layout, server_code, waiting
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
@@ -89,7 +89,7 @@ class ChannelBackend(abc.ABC):
                 return
             async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
-                with cancellation.propagate_cancellation():
+                with waiting.propagate_cancellation():
                     tree = await self._ensure(image)
             async with self._compiling:
                 from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))

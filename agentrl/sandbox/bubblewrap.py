@@ -48,7 +48,7 @@ class BubblewrapBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find_hierarchy()
-        self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.separate`)
+        self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.isolation`)
         self._has_separated = False
 
     async def prepare(self, spec: SandboxSpec) -> None:

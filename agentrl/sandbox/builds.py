@@ -22,7 +22,7 @@ import requests
 from docker.errors import APIError, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError
-from agentrl.sandbox import cancellation, docker_client, layout
+from agentrl.sandbox import docker_client, layout, waiting
 from agentrl.sandbox.build_context import BuildContext, dockerfile_steps
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import lease, sandbox_name
@@ -196,7 +196,7 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
     deadline = time.monotonic() + BUILD_S
     try:
         while True:
-            cancellation.raise_if_cancelled()
+            waiting.raise_if_cancelled()
             if time.monotonic() > deadline:
                 raise TaskError(f"{context.dockerfile} did not build in {BUILD_S:.0f} s", fix="shorten the build, or use a base image")
             try:

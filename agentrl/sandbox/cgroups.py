@@ -11,7 +11,7 @@ from pathlib import Path
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import limits
-from agentrl.sandbox.inside.room import Groups
+from agentrl.sandbox.inside.isolation import Groups
 
 MOUNT = Path("/sys/fs/cgroup")
 _PARENT = "agentrl"

@@ -30,12 +30,12 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import docker_client, egress, images, limits, shared_containers
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
+from agentrl.sandbox.inside.isolation import NAMESPACES
 from agentrl.sandbox.inside.keeper import EGRESS_FD
-from agentrl.sandbox.inside.room import NAMESPACES
 from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, write_run_label
-from agentrl.sandbox.links import accept
 from agentrl.sandbox.processes import SandboxProcesses
 from agentrl.sandbox.shared_containers import CannotShare, Container, ContainerPool, KeeperClient, SharedSandbox
+from agentrl.sandbox.waiting import accept
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ class DockerBackend(ChannelBackend):
         }
 
     def _room(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
-        """The description of one sandbox for a keeper (see `agentrl.sandbox.inside.room`)."""
+        """The description of one sandbox for a keeper (see `agentrl.sandbox.inside.isolation`)."""
         options = limits.server_options(name, spec)
         if spec.network:
             options["network"] = {**options["network"], "link": f"fd:{EGRESS_FD}"}

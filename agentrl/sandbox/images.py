@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.base import toml
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
-from agentrl.sandbox import build_context, builds, cancellation, docker_client
+from agentrl.sandbox import build_context, builds, docker_client, waiting
 from agentrl.sandbox.build_context import BuildContext
 
 BUILD_S = 900.0
@@ -258,7 +258,7 @@ def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60
                     raise UserError(
                         f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"end it, or remove {image.folder}"
                     ) from None
-                cancellation.raise_if_cancelled()
+                waiting.raise_if_cancelled()
                 time.sleep(0.2)
         yield
 
@@ -325,7 +325,7 @@ def _run(command: list[str]) -> None:
                     output, _ = process.communicate(timeout=_LOOK_S)
                     break
                 except subprocess.TimeoutExpired:
-                    cancellation.raise_if_cancelled()
+                    waiting.raise_if_cancelled()
                     if time.monotonic() > deadline:
                         raise UserError(
                             f"{command[0]} did not finish in {BUILD_S:.0f} s", fix="check that the package mirror answers"

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import egress, seccomp
-from agentrl.sandbox.inside.room import PERIOD_US
+from agentrl.sandbox.inside.isolation import PERIOD_US
 from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20

@@ -1,7 +1,7 @@
 """ContainerPool that several sandboxes share: the connection to each container's keeper, and the allocation of slots.
 
 A container costs a tenth of a second of CPU time in the daemon, while isolation is cheap. So one container is the outer wall of up to
-`SLOTS` sandboxes at a time and `LIFETIME` in total, each of which is isolated from the others (see `agentrl.sandbox.inside.room`). A
+`SLOTS` sandboxes at a time and `LIFETIME` in total, each of which is isolated from the others (see `agentrl.sandbox.inside.isolation`). A
 container that fails ends the sandboxes in it, and no others.
 """
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.sandbox.inside import snapshot
-from agentrl.sandbox.inside.archive import FIELD, FILE, FOLDER_ENTRY, HARD_LINK, LINK, ArchiveIn, ArchiveOut, Entry, header_of
+from agentrl.sandbox.inside.archive import FIELD, FILE, FOLDER_ENTRY, HARD_LINK, LINK, ArchiveReader, ArchiveWriter, Entry, header_of
 from agentrl.sandbox.inside.files import FOLDER, MAX_DEPTH
 from agentrl.sandbox.inside.snapshot import Packer, unpack
 from agentrl.sandbox.inside.wire import READ_BYTES, Refused
@@ -54,7 +54,7 @@ class Pieces:
 
 def packed(top, limit=1 << 30):
     sink = Pieces(limit)
-    packer = Packer(ArchiveOut(sink))
+    packer = Packer(ArchiveWriter(sink))
     packer.pack(os.open(top, FOLDER))
     return b"".join(sink.sent) + packer.out.last()
 
@@ -108,7 +108,7 @@ def test_what_is_packed_is_unpacked_as_it_was(tree):
         before = seen(one)
         archive = packed(one)
         assert seen(one) == before  # reading leaves no trace, modes included
-        unpack(ArchiveIn(io.BytesIO(archive)), other)
+        unpack(ArchiveReader(io.BytesIO(archive)), other)
         assert seen(other) == before
         assert packed(other) == archive
         with tarfile.open(fileobj=io.BytesIO(archive)) as reader:
@@ -137,7 +137,7 @@ def inside(archive, folder):
     """Unpacks into a folder of `folder`, which holds nothing else afterwards."""
     (folder / "top").mkdir()
     with contextlib.suppress(Refused, OSError):  # the server answers both as a refusal
-        unpack(ArchiveIn(io.BytesIO(archive)), str(folder / "top"))
+        unpack(ArchiveReader(io.BytesIO(archive)), str(folder / "top"))
     assert os.listdir(folder) == ["top"]
 
 
@@ -166,14 +166,15 @@ def test_what_leads_out_or_is_no_file_is_refused(entries, tmp_path):
     (tmp_path / "secret").write_text("s")
     (tmp_path / "top").mkdir()
     with pytest.raises(Refused):
-        unpack(ArchiveIn(io.BytesIO(archive_of(*entries))), str(tmp_path / "top"))
+        unpack(ArchiveReader(io.BytesIO(archive_of(*entries))), str(tmp_path / "top"))
     assert sorted(os.listdir(tmp_path)) == ["secret", "top"]
     assert not [path for path in (tmp_path / "top").rglob("*") if path.name.startswith(("evil", "null", "pipe"))]
 
 
 def test_permission_bits_are_all_that_is_taken_of_a_mode(tmp_path):
     unpack(
-        ArchiveIn(io.BytesIO(archive_of(Entry(b"suid", FILE, mode=0o6777, size=4), Entry(b"d", FOLDER_ENTRY, mode=0o7700)))), str(tmp_path)
+        ArchiveReader(io.BytesIO(archive_of(Entry(b"suid", FILE, mode=0o6777, size=4), Entry(b"d", FOLDER_ENTRY, mode=0o7700)))),
+        str(tmp_path),
     )
     assert stat.S_IMODE((tmp_path / "suid").stat().st_mode) == 0o777
     assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o700
@@ -203,7 +204,7 @@ def test_files_larger_than_a_piece(tmp_path):
     data = bytes(range(251)) * (3 * READ_BYTES // 251)
     (tmp_path / "one" / "big").write_bytes(data)
     (tmp_path / "one" / "small").write_bytes(b"s")
-    unpack(ArchiveIn(io.BytesIO(packed(tmp_path / "one"))), str(tmp_path / "other"))
+    unpack(ArchiveReader(io.BytesIO(packed(tmp_path / "one"))), str(tmp_path / "other"))
     assert ((tmp_path / "other" / "big").read_bytes(), (tmp_path / "other" / "small").read_bytes()) == (data, b"s")
 
 
@@ -256,4 +257,4 @@ def test_no_archive_holds_more_entries_than_a_sandbox_takes(tmp_path, monkeypatc
     monkeypatch.setattr(snapshot, "MAX_ENTRIES", 100)
     archive = archive_of(*[Entry(b"d", FOLDER_ENTRY)] * 101)
     with pytest.raises(Refused, match="entries"):
-        unpack(ArchiveIn(io.BytesIO(archive)), str(tmp_path))
+        unpack(ArchiveReader(io.BytesIO(archive)), str(tmp_path))

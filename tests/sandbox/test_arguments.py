@@ -68,7 +68,7 @@ class Taker:
         link = wire.Link(self.theirs)
         request = link.request()
         body = wire.Body(link, request["body"]).read()
-        requests.judge(request)
+        requests.validate_request(request)
         self.judged.append(request)
         return request, body
 
@@ -107,7 +107,7 @@ JSON = st.recursive(ANYTHING.filter(lambda value: type(value) is not bytes), lam
 def test_any_request_is_judged_or_refused(request):
     for operation in [*requests.FIELDS, request.get("op")]:
         try:
-            requests.judge({**request, "op": operation})
+            requests.validate_request({**request, "op": operation})
         except Refused as refused:
             json.dumps(str(refused)).encode()
 
@@ -115,7 +115,7 @@ def test_any_request_is_judged_or_refused(request):
 @pytest.mark.parametrize("name", ["\udcff", "é", "a b", "\x01", "\n", "x" * 255, "é" * 127, "-rf", "\u202e"])
 def test_every_name_that_a_file_can_have_can_be_said(name):
     assert arguments.plain_path(f"{name}/{name}") == f"{name}/{name}"
-    requests.judge({"op": "read", "path": name, "max_bytes": 1})
+    requests.validate_request({"op": "read", "path": name, "max_bytes": 1})
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\udfff", "\udc00", "\udc7f", "x" * 256, "é" * 128])

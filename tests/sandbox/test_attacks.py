@@ -203,10 +203,10 @@ async def test_what_others_on_the_machine_take_is_no_escape(root, monkeypatch):
 async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name, evidence, root, monkeypatch):
     """Also where it is charged and bounded as before there was a count."""
     source = server_code.source()
-    for count in ("MOST_LOCKS = 4096", "MOST_SOCKETS = 1024"):
+    for count in ("MAX_LOCKS = 4096", "MAX_SOCKETS = 1024"):
         assert count in source
         source = source.replace(count, count.partition("=")[0] + "= 1 << 40")
-    reading = "while count <= MOST_LOCKS and"  # nobody counts, and so nobody reads: the table is long, and the kernel holds it meanwhile
+    reading = "while count <= MAX_LOCKS and"  # nobody counts, and so nobody reads: the table is long, and the kernel holds it meanwhile
     assert reading in source
     source = source.replace(reading, "while count < 0 and")
     monkeypatch.setattr(server_code, "source", lambda: source)

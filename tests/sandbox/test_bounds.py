@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from agentrl.sandbox import limits, select_backend, server_code
-from agentrl.sandbox.inside.bounds import MOST_LOCKS, MOST_REST_S, MOST_SOCKETS, RARELY, Watch, sockets_in
+from agentrl.sandbox.inside.bounds import MAX_LOCKS, MAX_REST_S, MAX_SOCKETS, REST_FACTOR, Watch, sockets_in
 from tests.sandbox.building import BOTH, SPEC
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="bubblewrap without root does not promise this")
-LOCK = f"import fcntl, os, struct\nfile = os.open('locked', os.O_RDWR | os.O_CREAT)\nfor at in range(0, {2 * MOST_LOCKS + 200}, 2):\n"
+LOCK = f"import fcntl, os, struct\nfile = os.open('locked', os.O_RDWR | os.O_CREAT)\nfor at in range(0, {2 * MAX_LOCKS + 200}, 2):\n"
 LOCK += "    fcntl.fcntl(file, fcntl.F_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, 0, at, 1, 0))\n"
 OTHERS = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
 
@@ -32,26 +32,26 @@ async def sandbox(request, root):
 
 def test_locks_are_counted_and_those_of_open_files_are_not(tmp_path):
     watch = Watch()
-    assert not watch.overdrawn()
+    assert not watch.over_limit()
     with open(tmp_path / "file", "w") as one, open(tmp_path / "other", "w") as other:
-        for at in range(0, 2 * MOST_LOCKS + 10, 2):
+        for at in range(0, 2 * MAX_LOCKS + 10, 2):
             fcntl.fcntl(one, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
         assert not watch.too_many_locks()  # every process of the machine sees these
-        for at in range(0, 2 * MOST_LOCKS + 10, 2):
+        for at in range(0, 2 * MAX_LOCKS + 10, 2):
             fcntl.fcntl(other, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
-        assert watch.too_many_locks() and watch.overdrawn()
+        assert watch.too_many_locks() and watch.over_limit()
     assert not watch.too_many_locks()
 
 
 def test_a_look_that_takes_long_is_taken_seldom(monkeypatch):
     watch = Watch()
-    assert not watch.overdrawn() and watch.rest_s < MOST_REST_S
+    assert not watch.over_limit() and watch.rest_s < MAX_REST_S
     monkeypatch.setattr(watch, "too_many_locks", lambda: time.sleep(0.03))
-    watch.overdrawn()
-    assert RARELY * 0.03 <= watch.rest_s <= MOST_REST_S
+    watch.over_limit()
+    assert REST_FACTOR * 0.03 <= watch.rest_s <= MAX_REST_S
     monkeypatch.setattr(watch, "too_many_locks", lambda: time.sleep(0.2))
-    watch.overdrawn()
-    assert watch.rest_s == MOST_REST_S
+    watch.over_limit()
+    assert watch.rest_s == MAX_REST_S
 
 
 def test_sockets_are_counted():
@@ -63,7 +63,7 @@ def test_sockets_are_counted():
         with open("/proc/net/sockstat", "rb") as file:
             assert sockets_in(file.read()) >= before + 3  # also the end that nobody has accepted
     text = b"sockets: used 992\nTCP: inuse 990 orphan 0 tw 7 alloc 991 mem 8795\nUDP: inuse 5 mem 241\nUDPLITE: inuse 1\nRAW: inuse 9\n"
-    assert sockets_in(text) == 996 < MOST_SOCKETS and sockets_in(b"") == 0
+    assert sockets_in(text) == 996 < MAX_SOCKETS and sockets_in(b"") == 0
 
 
 async def test_too_many_locks_are_too_much_memory(sandbox):
@@ -81,8 +81,8 @@ async def test_too_many_locks_are_too_much_memory(sandbox):
 @pytest.mark.parametrize("kind", BOTH)
 async def test_a_waiting_process_that_dies_slowly_after_too_many_locks_gets_no_program(kind, root, tmp_path):
     """The process that waits for the next program, while a session has this one, is killed with all others and may take its time."""
-    at_once = "program.overdrawn = True\n                kill_everything(signal.SIGKILL)\n"
-    slowly = "program.overdrawn = True\n                os.kill(program.pid, 9)\n"
+    at_once = "program.over_limit = True\n                kill_everything(signal.SIGKILL)\n"
+    slowly = "program.over_limit = True\n                os.kill(program.pid, 9)\n"
     slowly += "                import threading; threading.Timer(1.0, os.kill, (self.waiting.pid, 9)).start()\n"
     source = server_code.source()
     assert source.count(at_once) == 1

@@ -16,7 +16,7 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import DockerBackend, docker_client, limits, list_open, shared_containers
 from agentrl.sandbox.attacks import run_attacks
 from agentrl.sandbox.conformance import CHECKS, check_conformance
-from agentrl.sandbox.inside.room import PERIOD_US, Groups
+from agentrl.sandbox.inside.isolation import PERIOD_US, Groups
 from agentrl.sandbox.lease import lease
 from tests.sandbox.building import ALONE, SPEC, inner_pid, processes_of
 from tests.waiting import until

@@ -21,7 +21,7 @@ from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.records.destinations import parse_destinations
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
-from agentrl.sandbox.links import accept, readable
+from agentrl.sandbox.waiting import accept, readable
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FIELD = 100
 """Bytes of a header for a name, and for a link's target."""
-MOST_SIZE = 0o77777777777
+MAX_SIZE = 0o77777777777
 FILE, HARD_LINK, LINK, FOLDER_ENTRY = b"0", b"1", b"2", b"5"
 _LONG_NAME = b"x"
 _BLOCK = 512
@@ -30,7 +30,7 @@ class Entry:
         self.name, self.kind, self.mode, self.mtime, self.size, self.target = name, kind, mode, mtime, size, target
 
 
-class ArchiveOut:
+class ArchiveWriter:
     """Sends an archive to the host in pieces of `READ_BYTES`. Raises `Refused` if it becomes larger than `sink` allows."""
 
     def __init__(self, sink: Sink) -> None:
@@ -39,7 +39,7 @@ class ArchiveOut:
 
     def room_for(self, size: int) -> None:
         """Raises `Refused` if `size` more bytes do not fit, before any of them is read."""
-        self.sink.room_for(min(size, MOST_SIZE) + len(self.buffer))
+        self.sink.room_for(min(size, MAX_SIZE) + len(self.buffer))
 
     def begin(self, entry: Entry) -> None:
         """Writes the header of an entry."""
@@ -91,8 +91,8 @@ def _block_of(entry: Entry) -> bytes:
     return (b"%s%06o\0 %s" % (before, total, after)).ljust(_BLOCK, b"\0")
 
 
-class ArchiveIn:
-    """Reads an archive from a stream. Raises `Refused` for anything that `ArchiveOut` does not write."""
+class ArchiveReader:
+    """Reads an archive from a stream. Raises `Refused` for anything that `ArchiveWriter` does not write."""
 
     def __init__(self, source: Readable) -> None:
         self.source = source
@@ -118,7 +118,7 @@ class ArchiveIn:
         entry.name, entry.target = names.get(b"path", entry.name), names.get(b"linkpath", entry.target)
         if b"\0" in entry.name or b"\0" in entry.target:
             raise _invalid("a zero byte in a name")
-        if max(entry.size, entry.mtime) > MOST_SIZE:
+        if max(entry.size, entry.mtime) > MAX_SIZE:
             raise _invalid("a number that is too long")
         if entry.kind not in (FILE, HARD_LINK, LINK, FOLDER_ENTRY):
             raise _invalid(f"an entry of kind {entry.kind!r}")

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.wire import Request
 
 MS_RDONLY, MS_NOEXEC, MS_BIND = 1, 8, 4096
-MOST_LOCKS = 4096
-MOST_SOCKETS = 1024
+MAX_LOCKS = 4096
+MAX_SOCKETS = 1024
 """TCP and UDP sockets, accepted or not."""
-LOOK_S = 0.1
+CHECK_S = 0.1
 """Interval of the checks while a program runs."""
-LOOK_BETWEEN_S = 0.5
+IDLE_CHECK_S = 0.5
 """Interval of the checks while none runs but some process is left."""
-RARELY = 20
+REST_FACTOR = 20
 """A check may take this fraction of the time: reading the table of locks blocks it for the whole machine, however long it is."""
-MOST_REST_S = 2.0
+MAX_REST_S = 2.0
 _SETTINGS = "/proc/sys"
 _PAGE = 65536
 
@@ -57,22 +57,22 @@ class Watch:
         self.children = _open_count("/proc/self/task/1/children")
         self.rest_s = 0.0  # minimum time until the next check
 
-    def overdrawn(self) -> bool:
+    def over_limit(self) -> bool:
         """Whether programs of this sandbox hold more than the limits."""
         start = time.monotonic()
         sockets = sockets_in(_content(self.sockets)) + sockets_in(_content(self.sockets6))
-        over = sockets > MOST_SOCKETS or self.too_many_locks()
-        self.rest_s = min(MOST_REST_S, RARELY * (time.monotonic() - start))
+        over = sockets > MAX_SOCKETS or self.too_many_locks()
+        self.rest_s = min(MAX_REST_S, REST_FACTOR * (time.monotonic() - start))
         return over
 
     def too_many_locks(self) -> bool:
         """Counts the locks of this pid namespace. The kernel lists, a page at a time, also others' locks of open files."""
         count = at = 0
-        while count <= MOST_LOCKS and (data := _content(self.locks, at)):
+        while count <= MAX_LOCKS and (data := _content(self.locks, at)):
             count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)
-        return count > MOST_LOCKS
+        return count > MAX_LOCKS
 
-    def somebody_is_left(self, waiting: int) -> bool:
+    def has_others(self, waiting: int) -> bool:
         """Whether a process exists besides this one and its child `waiting`. Orphans become children of this process."""
         return any(int(pid) != waiting for pid in _content(self.children).split()) if self.children >= 0 else True
 

@@ -43,7 +43,7 @@ def candidates(name: str, environment: dict[str, str]) -> list[str]:
     return [f"{folder}/{name}" for folder in environment.get("PATH", os.defpath).split(":")]
 
 
-def look_like_an_interpreter() -> None:
+def reset_interpreter() -> None:
     """Gives this interpreter, before it has run any code, the state in which `python3 -I -c` starts."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
@@ -63,7 +63,7 @@ def rehearse(kind: str) -> None:
         sys.stdout.flush()
 
 
-def heed_signals() -> None:
+def set_signal_handlers() -> None:
     """Handles signals as an interpreter does."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -72,7 +72,7 @@ def heed_signals() -> None:
 
 def run_snippet(code: bytes) -> int:
     """Runs `code` in this forked interpreter as `python3 -I -c` does. Returns the exit status."""
-    heed_signals()
+    set_signal_handlers()
     status = 0
     try:
         exec(compile(code, "<string>", "exec", dont_inherit=True), sys.modules["__main__"].__dict__)

@@ -35,7 +35,7 @@ def send_file(link: Link, request: Request, body: Body) -> Answer:
     return {"more": False}, data
 
 
-def take_files(link: Link, request: Request, body: Body) -> Answer:
+def write_files(link: Link, request: Request, body: Body) -> Answer:
     """Writes files."""
     with FolderPath() as folders:
         for path, size in request["files"]:

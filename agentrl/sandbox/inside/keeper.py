@@ -20,7 +20,7 @@ import select
 import signal
 import socket
 
-from agentrl.sandbox.inside.room import CLONE_NEWPID, Groups, last_error, move_in
+from agentrl.sandbox.inside.isolation import CLONE_NEWPID, Groups, isolate, last_error
 from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, SERVER_FILES
 
 TYPE_CHECKING = False
@@ -136,7 +136,7 @@ class Keeper:
             if "program" in handed:
                 with open(handed["program"], "rb", closefd=False) as file:
                     program = file.read()
-            move_in(room, self.groups, program)
+            isolate(room, self.groups, program)
             link = self._keep_only(handed)
             if program:
                 for fd in range(HOST_FD, EGRESS_FD + ("egress" in handed)):

@@ -16,11 +16,11 @@ import socket
 import struct
 
 from agentrl.sandbox.inside.child import candidates
-from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, VICTIM
+from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, OOM_SCORE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from agentrl.sandbox.inside.spawn import Waiting
+    from agentrl.sandbox.inside.spawn import WaitingChild
     from agentrl.sandbox.inside.users import Users
 
     Argument = tuple[list[str], dict[str, str] | None]
@@ -32,7 +32,7 @@ _STATUS = struct.Struct("=i")
 _BECOMES_PROGRAM = -1
 
 
-def launches(users: Users) -> bool:
+def can_launch(users: Users) -> bool:
     """Whether waiting children launch programs. Without a second user, programs could signal them."""
     return users.server != users.agent and bool(_SET_IDS) and users.open_files >= _FEWEST_FILES
 
@@ -40,7 +40,7 @@ def launches(users: Users) -> bool:
 class Launch:
     """The server's end: a program that a waiting child launches."""
 
-    def __init__(self, child: Waiting) -> None:
+    def __init__(self, child: WaitingChild) -> None:
         self.control = child.control
         self.said: int | None = None
 
@@ -99,7 +99,7 @@ class Launcher:
     def _start(self, argument: Argument, has_stdin: bool) -> int:
         """Starts the program as the agent, from this thread. Returns its pid, or raises what prevents it."""
         agent, server = self.users.agent, self.users.server
-        os.write(self.victim, VICTIM)
+        os.write(self.victim, OOM_SCORE)
         self.users.lower_priority()  # posix_spawn does not support this policy
         try:
             _set_ids(agent, agent, server)  # the saved id stays the server's, so programs cannot change this process's limits

@@ -16,11 +16,11 @@ import socket
 import sys
 
 from agentrl.sandbox.inside.bounds import set_bounds
-from agentrl.sandbox.inside.child import look_like_an_interpreter
+from agentrl.sandbox.inside.child import reset_interpreter
+from agentrl.sandbox.inside.isolation import isolate_tree
 from agentrl.sandbox.inside.keeper import Keeper
-from agentrl.sandbox.inside.room import separate
 from agentrl.sandbox.inside.server import Server
-from agentrl.sandbox.inside.users import ENVIRONMENT, leave_root, own_user, restrict
+from agentrl.sandbox.inside.users import ENVIRONMENT, drop_root, restrict, single_user
 from agentrl.sandbox.inside.wire import Link
 
 TYPE_CHECKING = False
@@ -50,9 +50,9 @@ def serve(options: Request, sock: socket.socket) -> None:
     """Turns this process, the first of its sandbox, into the exec server."""
     if os.geteuid() == 0:
         if "shown" in options:
-            separate(options)
+            isolate_tree(options)
         set_bounds(options)
-    users = leave_root(options) if os.geteuid() == 0 else own_user(options)
+    users = drop_root(options) if os.geteuid() == 0 else single_user(options)
     restrict(options)
     if os.path.exists("/opt/agentrl/image.json"):  # the variables of the image (see `agentrl.sandbox.layout`)
         with open("/opt/agentrl/image.json", encoding="utf-8") as file:
@@ -64,7 +64,7 @@ def serve(options: Request, sock: socket.socket) -> None:
             socket.send_fds(link, [b"\0"], [listener.fileno()])
         ENVIRONMENT.update(network["environment"])
     os.umask(0o022)
-    look_like_an_interpreter()
+    reset_interpreter()
 
     gc.freeze()
     try:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-from agentrl.sandbox.inside.bounds import LOOK_S
+from agentrl.sandbox.inside.bounds import CHECK_S
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class Program:
         self.status: int | None = None
         self.ended = 0.0
         self.timed_out = False
-        self.never_began = False
-        self.look_at = self.started + LOOK_S
-        self.overdrawn = False  # killed for uncharged resources, which count as memory
+        self.never_started = False
+        self.check_at = self.started + CHECK_S
+        self.over_limit = False  # killed for uncharged resources, which count as memory
 
     def feed(self) -> None:
         """Writes what the program's standard input accepts now, and closes it after the last byte."""
@@ -111,7 +111,7 @@ class Program:
             self.status, self.ended = status, time.monotonic()
             if self.ended >= self.deadline and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
                 self.timed_out = True  # killed by the host, because this process got no CPU time
-            self.never_began = as_server and os.WIFEXITED(status)
+            self.never_started = as_server and os.WIFEXITED(status)
 
     def close(self) -> None:
         """Closes the pipes."""
@@ -130,7 +130,7 @@ class Program:
             if os.WIFEXITED(self.status):
                 code = os.WEXITSTATUS(self.status)
             elif os.WTERMSIG(self.status) == signal.SIGKILL:
-                reason = "memory" if self.overdrawn or _oom_kills() > self.oom_kills else "killed"
+                reason = "memory" if self.over_limit or _oom_kills() > self.oom_kills else "killed"
             else:
                 code = 128 + os.WTERMSIG(self.status)
         fields = {
@@ -182,7 +182,7 @@ def kill_everything(number: int) -> None:
         os.kill(-1, number)
 
 
-class Stillness:
+class Pause:
     """A pause, in which all programs are stopped.
 
     A program cannot refuse SIGSTOP, but a timer of its own may send it SIGCONT. So the states of all processes are checked during a

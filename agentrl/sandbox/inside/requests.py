@@ -64,7 +64,7 @@ FIELDS: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
 }
 
 
-def judge(request: Request) -> None:
+def validate_request(request: Request) -> None:
     """Raises `Refused` for an unknown operation, or an invalid argument of a known one."""
     operation = request.get("op")
     if not isinstance(operation, str) or operation not in FIELDS:

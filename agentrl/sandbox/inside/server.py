@@ -10,14 +10,14 @@ import select
 import signal
 import time
 
-from agentrl.sandbox.inside.bounds import LOOK_BETWEEN_S, LOOK_S, Watch
-from agentrl.sandbox.inside.files import send_file, take_files
-from agentrl.sandbox.inside.launch import Launch, launches
-from agentrl.sandbox.inside.program import Program, Stillness, cannot_start, kernel_status, kill_everything
-from agentrl.sandbox.inside.requests import judge
+from agentrl.sandbox.inside.bounds import CHECK_S, IDLE_CHECK_S, Watch
+from agentrl.sandbox.inside.files import send_file, write_files
+from agentrl.sandbox.inside.launch import Launch, can_launch
+from agentrl.sandbox.inside.program import Pause, Program, cannot_start, kernel_status, kill_everything
+from agentrl.sandbox.inside.requests import validate_request
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
-from agentrl.sandbox.inside.snapshot import send_snapshot, take_snapshot
-from agentrl.sandbox.inside.spawn import Pipes, Waiting, work
+from agentrl.sandbox.inside.snapshot import restore_snapshot, send_snapshot
+from agentrl.sandbox.inside.spawn import Pipes, WaitingChild, work
 from agentrl.sandbox.inside.wire import Body, Refused, frame
 
 TYPE_CHECKING = False
@@ -39,9 +39,9 @@ class Server:
     def __init__(self, link: Link, users: Users) -> None:
         self.link, self.users = link, users
         self.paused_at: float | None = None
-        self.stillness: Stillness | None = None  # while paused
-        self.waiting: Waiting | None = None
-        self.through: Waiting | None = None  # has launched a program that has ended
+        self.pause: Pause | None = None  # while paused
+        self.waiting: WaitingChild | None = None
+        self.through: WaitingChild | None = None  # has launched a program that has ended
         self.likely = "python"
         self.sessions: dict[str, Session] = {}
         self.watch = Watch()
@@ -58,10 +58,10 @@ class Server:
         self.link.send({"id": 0, "ok": True, "version": 1})
         left = False
         while True:
-            ready = self.poll.poll(1000 * max(LOOK_BETWEEN_S, self.watch.rest_s) if left else None)
-            if not ready and self.stillness is not None:
-                self.stillness.look()
-            elif not ready and self.watch.overdrawn():
+            ready = self.poll.poll(1000 * max(IDLE_CHECK_S, self.watch.rest_s) if left else None)
+            if not ready and self.pause is not None:
+                self.pause.look()
+            elif not ready and self.watch.over_limit():
                 self._kill_all_and_wait()
             for fd, _ in ready:
                 if fd == self.link.fileno():
@@ -69,14 +69,14 @@ class Server:
                     self._prepare_child()
                 elif fd == self.wake:
                     self._reap(None)
-            left = self.watch.somebody_is_left(self.waiting.pid if self.waiting is not None else 0)
+            left = self.watch.has_others(self.waiting.pid if self.waiting is not None else 0)
 
     def answer(self, request: Request) -> None:
         """Carries out a request and sends the reply."""
         body = Body(self.link, request["body"])
         data = b""
         try:
-            judge(request)
+            validate_request(request)
             operation = request["op"]
             if self.paused_at is not None and operation not in ("pause", "resume", "snapshot"):
                 raise Refused("busy", "it is paused")
@@ -111,7 +111,7 @@ class Server:
         except OSError as error:
             return cannot_start(error)
         program = Program(child.pid, child.pipes, request, *data)
-        if request["op"] != "exec" or not launches(self.users):
+        if request["op"] != "exec" or not can_launch(self.users):
             child.control.close()
             return self._watch_program(program, None)
         launch = Launch(child)
@@ -143,7 +143,7 @@ class Server:
         if session is not None and session.alive:
             pipes = Pipes()
             begun = session.begin(pipes)
-            pipes.handed_over()
+            pipes.close_theirs()
             if begun:
                 return session, Program(session.pid, pipes, request, code)
             pipes.close()
@@ -171,18 +171,18 @@ class Server:
                 with contextlib.suppress(KeyError):  # already unregistered after its report
                     self.poll.unregister(reporter.control)
             program.close()
-        if program.timed_out or program.overdrawn:  # everything has been killed, the waiting child too, and may take a while to end
+        if program.timed_out or program.over_limit:  # everything has been killed, the waiting child too, and may take a while to end
             self._kill_all_and_wait()
         fields, output = program.reply()
-        if program.never_began:
+        if program.never_started:
             reason = output[fields["stdout"] :].decode("utf-8", "replace").strip()
             raise Refused("failed", f"a program was not started: {reason or 'its process ended'}")
         return fields, output
 
-    def _take_child(self) -> Waiting:
+    def _take_child(self) -> WaitingChild:
         """The waiting child, or a new one. It is no longer waiting."""
         self._reap(None)
-        child, self.waiting = self.waiting or Waiting(self.users, self.likely), None
+        child, self.waiting = self.waiting or WaitingChild(self.users, self.likely), None
         return child
 
     def _prepare_child(self) -> None:
@@ -196,14 +196,14 @@ class Server:
                     child.close()
         if self.waiting is None and self.paused_at is None:
             with contextlib.suppress(OSError):
-                self.waiting = Waiting(self.users, self.likely)
+                self.waiting = WaitingChild(self.users, self.likely)
                 if not self.poll.poll(0):
                     self._rehearse()
 
     def _rehearse(self) -> None:
         """Performs an empty call, which copies the pages that are shared with the child ahead of time."""
         pipes, poll = Pipes(), self.poll
-        pipes.handed_over()
+        pipes.close_theirs()
         request: Request = json.loads('{"argv":["true"],"env":null,"timeout_s":1.0,"output_bytes":1000}')
         program = Program(0, pipes, request, work("exec", (request["argv"], request["env"])))
         program.end(0)
@@ -248,21 +248,21 @@ class Server:
         if not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
-        if now >= program.look_at:
-            program.look_at = now + LOOK_S
-            if self.stillness is not None:
-                self.stillness.look()
-            elif self.watch.overdrawn():
-                program.overdrawn = True
+        if now >= program.check_at:
+            program.check_at = now + CHECK_S
+            if self.pause is not None:
+                self.pause.look()
+            elif self.watch.over_limit():
+                program.over_limit = True
                 kill_everything(signal.SIGKILL)
-            program.look_at = max(program.look_at, time.monotonic() + self.watch.rest_s)
+            program.check_at = max(program.check_at, time.monotonic() + self.watch.rest_s)
 
     def _wait_ms(self, program: Program, now: float) -> float | None:
         if program.status is not None:
             return 0
         if program.timed_out:
             return 100
-        until = program.look_at if self.paused_at is not None else min(program.deadline, program.look_at)
+        until = program.check_at if self.paused_at is not None else min(program.deadline, program.check_at)
         return 1.0 + 1000.0 * min(_LONGEST_WAIT_S, max(0.0, until - now))
 
     def _interrupt(self, request: Request, program: Program) -> None:
@@ -315,13 +315,13 @@ class Server:
     def _pause(self, request: Request, body: Body) -> Answer:
         if self.paused_at is None:
             self.paused_at = time.monotonic()
-            self.stillness = Stillness()
+            self.pause = Pause()
         return {}, b""
 
     def _resume(self, request: Request, body: Body) -> Answer:
         if self.paused_at is not None:
             kill_everything(signal.SIGCONT)
-            self.paused_at = self.stillness = None
+            self.paused_at = self.pause = None
         return {}, b""
 
     def _snapshot(self, request: Request, body: Body) -> Answer:
@@ -342,6 +342,6 @@ _OPERATIONS: dict[str, Callable[[Server, Request, Body], Answer]] = {
     "resume": Server._resume,
     "snapshot": Server._snapshot,
     "read": lambda server, request, body: send_file(server.link, request, body),
-    "write": lambda server, request, body: take_files(server.link, request, body),
-    "restore": lambda server, request, body: take_snapshot(server.link, request, body),
+    "write": lambda server, request, body: write_files(server.link, request, body),
+    "restore": lambda server, request, body: restore_snapshot(server.link, request, body),
 }

@@ -15,13 +15,13 @@ import socket
 import struct
 import sys
 
-from agentrl.sandbox.inside.child import exit_status, finish, heed_signals, report
+from agentrl.sandbox.inside.child import exit_status, finish, report, set_signal_handlers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from agentrl.sandbox.inside.spawn import Pipes, Waiting
+    from agentrl.sandbox.inside.spawn import Pipes, WaitingChild
 
 MAX_SESSIONS = 4
 """Number of session names in the life of a sandbox."""
@@ -33,7 +33,7 @@ _PACKET = struct.Struct("=IB")  # number of the call, and its status
 class Session:
     """The server's end of a session."""
 
-    def __init__(self, child: Waiting) -> None:
+    def __init__(self, child: WaitingChild) -> None:
         self.pid, self.control = child.pid, child.control
         self.calls = 1
         self.alive = True
@@ -69,7 +69,7 @@ class Session:
 
 def run_session(code: bytes) -> int:
     """Runs one call after the other until one ends the interpreter. Returns its exit status."""
-    heed_signals()
+    set_signal_handlers()
     control = socket.socket(fileno=CONTROL)
     os.register_at_fork(after_in_child=control.close)
     process, number = os.getpid(), 1

@@ -17,7 +17,7 @@ import os
 import stat
 import time
 
-from agentrl.sandbox.inside.archive import FILE, FOLDER_ENTRY, HARD_LINK, LINK, MOST_SIZE, ArchiveIn, ArchiveOut, Entry
+from agentrl.sandbox.inside.archive import FILE, FOLDER_ENTRY, HARD_LINK, LINK, MAX_SIZE, ArchiveReader, ArchiveWriter, Entry
 from agentrl.sandbox.inside.files import FOLDER, MAX_DEPTH, FolderPath, write_file
 from agentrl.sandbox.inside.users import HOME
 from agentrl.sandbox.inside.wire import READ_BYTES, Refused, Sink
@@ -40,21 +40,21 @@ _NEW_FOLDER = 0o755
 def send_snapshot(link: Link, request: Request, body: Body) -> Answer:
     """Sends the working directory. The caller must have stopped every program."""
     sink = Sink(link, request["id"], request["max_bytes"], "the working directory is larger than a snapshot may be")
-    packer = Packer(ArchiveOut(sink))
+    packer = Packer(ArchiveWriter(sink))
     packer.pack(os.open(HOME, FOLDER))
     return {"more": False}, packer.out.last()
 
 
-def take_snapshot(link: Link, request: Request, body: Body) -> Answer:
+def restore_snapshot(link: Link, request: Request, body: Body) -> Answer:
     """Unpacks a snapshot into the working directory."""
-    unpack(ArchiveIn(body), HOME)
+    unpack(ArchiveReader(body), HOME)
     return {}, b""
 
 
 class Packer:
     """Writes a tree to an archive."""
 
-    def __init__(self, out: ArchiveOut) -> None:
+    def __init__(self, out: ArchiveWriter) -> None:
         self.out = out
         self.entries = 0
         self.names: dict[tuple[int, int], bytes] = {}  # first name of each file with several
@@ -170,10 +170,10 @@ def _open_anyway(folder: int, name: str, flags: int, needed: int) -> tuple[int, 
 
 
 def _mtime(info: os.stat_result) -> int:
-    return min(max(int(info.st_mtime), 0), MOST_SIZE)
+    return min(max(int(info.st_mtime), 0), MAX_SIZE)
 
 
-def unpack(archive: ArchiveIn, top: str) -> None:
+def unpack(archive: ArchiveReader, top: str) -> None:
     """Unpacks `archive` into the folder `top`. Raises `Refused` if it is invalid, does not fit, or leads out of the folder."""
     unfinished: list[tuple[str, Entry]] = []
     count = 0
@@ -191,7 +191,7 @@ def unpack(archive: ArchiveIn, top: str) -> None:
             _finish_folder(entry, *folders.parent(path))
 
 
-def _create(entry: Entry, archive: ArchiveIn, folder: int, name: str, sources: FolderPath) -> None:
+def _create(entry: Entry, archive: ArchiveReader, folder: int, name: str, sources: FolderPath) -> None:
     """Creates what `entry` describes as `name` in the open `folder`."""
     if entry.kind == FOLDER_ENTRY:
         with contextlib.suppress(FileExistsError):

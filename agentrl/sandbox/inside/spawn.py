@@ -15,9 +15,9 @@ import socket
 import struct
 
 from agentrl.sandbox.inside.child import rehearse, run_argv, run_snippet
-from agentrl.sandbox.inside.launch import Launcher, launches
+from agentrl.sandbox.inside.launch import Launcher, can_launch
 from agentrl.sandbox.inside.session import CONTROL, run_session
-from agentrl.sandbox.inside.users import HOME, SERVER_FILES, VICTIM
+from agentrl.sandbox.inside.users import HOME, OOM_SCORE, SERVER_FILES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Pipes:
         for fd in self.ours:
             os.set_blocking(fd, False)
 
-    def handed_over(self) -> None:
+    def close_theirs(self) -> None:
         """Closes the program's ends, after it has them."""
         for fd in self.theirs:
             os.close(fd)
@@ -53,7 +53,7 @@ class Pipes:
             os.close(fd)
 
 
-class Waiting:
+class WaitingChild:
     """A child that waits for its work, probably of the kind `likely`. Raises `OSError` if it cannot be forked."""
 
     def __init__(self, users: Users, likely: str) -> None:
@@ -63,12 +63,12 @@ class Waiting:
         try:
             self.pid = os.fork()
         except OSError:
-            self.pipes.handed_over()
+            self.pipes.close_theirs()
             self.close()
             raise
         if self.pid == 0:
             _wait_and_work(users, likely, self.pipes, control.fileno())
-        self.pipes.handed_over()
+        self.pipes.close_theirs()
         control.close()
 
     def again(self) -> bool:
@@ -79,7 +79,7 @@ class Waiting:
         except OSError:
             return False
         finally:
-            self.pipes.handed_over()
+            self.pipes.close_theirs()
         return True
 
     def close(self) -> None:
@@ -108,15 +108,15 @@ def _wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoR
         os.closerange(CONTROL + 1, SERVER_FILES)
         os.chdir(HOME)
         users.limit_program()
-        victim = users.open_victim()
+        victim = users.open_oom_score()
         rehearse(likely)
         kind, argument, has_stdin = _read_work()
-        if kind == "exec" and launches(users):
+        if kind == "exec" and can_launch(users):
             launcher = Launcher(users, victim, CONTROL)
             while kind == "exec" and launcher.launch(argument, has_stdin):
                 kind, argument, has_stdin = _read_work()
             launcher.close()
-        os.write(victim, VICTIM)
+        os.write(victim, OOM_SCORE)
         os.close(victim)
         if not has_stdin:
             nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)

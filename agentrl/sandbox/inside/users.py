@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 SERVER_FILES = 256
-VICTIM = b"1000"
+OOM_SCORE = b"1000"
 """OOM score of programs: without memory the kernel ends them rather than the server. If a process with SYS_RESOURCE has set it, they
 cannot lower it."""
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 8, 22, 24, 38
@@ -94,8 +94,8 @@ class Users:
         """Applies the limits of programs to this forked child, before it becomes the agent's."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
 
-    def open_victim(self) -> int:
-        """Descriptor of this forked child's OOM score (see `VICTIM`)."""
+    def open_oom_score(self) -> int:
+        """Descriptor of this forked child's OOM score (see `OOM_SCORE`)."""
         prctl(PR_SET_DUMPABLE, 1)  # makes /proc/self accessible for the next line
         fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         prctl(PR_SET_DUMPABLE, 0)
@@ -118,12 +118,12 @@ def _is_mapped(user: int) -> bool:
     return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
 
 
-def own_user(options: Request) -> Users:
+def single_user(options: Request) -> Users:
     """The users of a sandbox that was not started by root: server and agent are the same."""
     return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
 
 
-def leave_root(options: Request) -> Users:
+def drop_root(options: Request) -> Users:
     """Gives up root irrevocably, except for `rights`. Returns the new users."""
     for path, limit in options.get("tmpfs", {}).items():
         if LIBC.mount(b"tmpfs", path.encode(), None, MS_REMOUNT | MS_NOSUID | MS_NODEV, limit.encode()) != 0:

@@ -140,7 +140,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, setting
         raise last_error(f"mount of {kind or source or 'flags'} on {target}")
 
 
-def move_in(room: Request, groups: Groups, program: bytes) -> None:
+def isolate(room: Request, groups: Groups, program: bytes) -> None:
     """Builds the sandbox that `room` describes around this process. Raises `OSError`."""
     name, namespaces = room["name"], room["namespaces"]
     groups.create(name, room["bounds"])
@@ -166,7 +166,7 @@ def move_in(room: Request, groups: Groups, program: bytes) -> None:
     _enter_tree(("/agentrl", "/sys", "/proc", HOME))
 
 
-def separate(options: Request) -> None:
+def isolate_tree(options: Request) -> None:
     """Replaces the root of a bubblewrap sandbox by a separate tree. Raises `OSError` with the mount.
 
     bwrap shows every sandbox the same inodes of the image and of the host's devices, and a process that can read a file can watch it
