@@ -33,11 +33,13 @@ NETWORK_SETTINGS = {
 }
 """Settings of a sandbox's network namespace. A connection that is not accepted yet is charged to no process; its buffer keeps the
 second size."""
+AGENT_USERS, SERVER_USERS = 0x70000000, 0x78000000
+"""First user id of agents and of exec servers, in a range that systemd leaves free (systemd.io/UIDS-GIDS)."""
 
+_USER_RANGE = 0x07FFFFFF
 _MIN_DISK_BYTES = 4 * MEBIBYTE
 _INODES_PER_MEBIBYTE = 40
 _SOCKET_SHARE = 8  # TCP and UDP buffers may take this fraction of the memory; cgroup v1 counts them in addition to it
-_AGENT_USERS, _SERVER_USERS, _USER_RANGE = 0x70000000, 0x78000000, 0x07FFFFFF  # a range that systemd leaves free (systemd.io/UIDS-GIDS)
 _LIMITS = {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 4096, "RLIMIT_MSGQUEUE": 262_144}
 _CAPABILITIES = {"KILL": 5, "SETGID": 6, "SETUID": 7}
 _CAP_SYS_RESOURCE = 24
@@ -123,8 +125,8 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
     """
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _USER_RANGE
     return {
-        "agent": _AGENT_USERS + number,
-        "server": _SERVER_USERS + number,
+        "agent": AGENT_USERS + number,
+        "server": SERVER_USERS + number,
         "rights": list(server_capabilities().values()),
         "cores": cores(spec),
         "open_files": spec.open_files,

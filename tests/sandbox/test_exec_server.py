@@ -1,4 +1,4 @@
-"""Parts of the exec server that need no sandbox: its bookkeeping of output, and that its modules can be joined for a plain Python."""
+"""Parts of the exec server that need no sandbox: the limits on output, and the joining of its modules."""
 
 import ast
 import collections
@@ -41,7 +41,7 @@ def test_output_memory_is_bounded():
 # What is handed to sandboxes ------------------------------------------------------------------------------------------
 
 
-def test_the_joined_file_needs_only_a_plain_python():
+def test_joined_file_needs_only_the_standard_library():
     tree = ast.parse(server_code.source(), feature_version=OLDEST)
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -59,8 +59,8 @@ def test_every_module_is_joined_and_in_order():
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_modules_import_names_as_they_are(name):
-    """What joining them takes away must not have given a name another name, or been needed under a module's name."""
+def test_modules_import_without_renaming(name):
+    """Joining removes these imports, so they may neither rename anything nor import modules."""
     for node in ast.walk(PARTS[name]):
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("agentrl") for alias in node.names)

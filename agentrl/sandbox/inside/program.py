@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 CHUNK = 65536
 _OOM_COUNTERS = ("/agentrl/memory", "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events")
 _MOST_MOVES = 3  # in one pause; a process that waits for a CPU receives its signal late
-_MOVING = (b"R", b"S")
 
 
 class Output:
@@ -207,6 +206,6 @@ def _moves(pid: str) -> bool:
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-                if file.read().rpartition(b") ")[2][:1] in _MOVING:
+                if file.read().rpartition(b") ")[2][:1] in (b"R", b"S"):
                     return True
     return False

@@ -95,14 +95,12 @@ class Server:
 
     # Programs ---------------------------------------------------------------------------------------------------------
 
-    def _exec(self, request: Request, body: Body) -> Answer:
-        stdin = body.read(body.left)
-        return self._run_program(request, work("exec", (request["argv"], request["env"]), bool(stdin)), stdin)
-
-    def _python(self, request: Request, body: Body) -> Answer:
-        code = body.read(body.left)
+    def _run(self, request: Request, body: Body) -> Answer:
+        data = body.read(body.left)
+        if request["op"] == "exec":
+            return self._run_program(request, work("exec", (request["argv"], request["env"]), bool(data)), data)
         name = request["session"]
-        return self._run_program(request, work("python", code)) if name is None else self._run_in_session(name, request, code)
+        return self._run_program(request, work("python", data)) if name is None else self._run_in_session(name, request, data)
 
     def _run_program(self, request: Request, *data: bytes) -> Answer:
         self.likely = request["op"]  # the next call is usually of the same kind
@@ -313,13 +311,9 @@ class Server:
     # Pausing, and files -----------------------------------------------------------------------------------------------
 
     def _pause(self, request: Request, body: Body) -> Answer:
-        if self.paused_at is None:
-            self.paused_at = time.monotonic()
-            self.pause = Pause()
-        return {}, b""
-
-    def _resume(self, request: Request, body: Body) -> Answer:
-        if self.paused_at is not None:
+        if request["op"] == "pause" and self.paused_at is None:
+            self.paused_at, self.pause = time.monotonic(), Pause()
+        elif request["op"] == "resume" and self.paused_at is not None:
             kill_everything(signal.SIGCONT)
             self.paused_at = self.pause = None
         return {}, b""
@@ -336,10 +330,10 @@ class Server:
 
 _ON_FILES = ("read", "write", "snapshot", "restore")
 _OPERATIONS: dict[str, Callable[[Server, Request, Body], Answer]] = {
-    "exec": Server._exec,
-    "python": Server._python,
+    "exec": Server._run,
+    "python": Server._run,
     "pause": Server._pause,
-    "resume": Server._resume,
+    "resume": Server._pause,
     "snapshot": Server._snapshot,
     "read": lambda server, request, body: send_file(server.link, request, body),
     "write": lambda server, request, body: write_files(server.link, request, body),
