@@ -92,8 +92,8 @@ class ChannelBackend(abc.ABC):
                 with waiting.propagate_cancellation():
                     tree = await self._ensure(image)
             async with self._compiling:
-                from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
-                code = await server_code.compiled(image, lambda: self._start_compiler(spec, from_source))
+                from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.ensure_source, image))
+                code = await server_code.ensure_compiled(image, lambda: self._start_compiler(spec, from_source))
             dockerfile = isinstance(image.recipe, BuildContext)
             from_packages = isinstance(image.recipe, images.ImageRecipe) and not image.recipe.pull
             self._images[spec.image] = ReadyImage(tree=tree, server=code, fills_workdir=dockerfile, from_packages=from_packages)

@@ -38,7 +38,6 @@ class ChannelSandbox:
         self._destroy = destroy
         self._turn = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
-        self._when_closed: list[Callable[[], None]] = []
         self._restored = False
         self._sessions: set[str] = set()
 
@@ -135,19 +134,9 @@ class ChannelSandbox:
             self._closing = asyncio.create_task(self._close(), name=f"close sandbox {self.id}")
         await asyncio.shield(self._closing)
 
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, after the sandbox is destroyed, or immediately if it already is."""
-        if self._closing is not None and self._closing.done():
-            callback()
-        else:
-            self._when_closed.append(callback)
-
     async def _close(self) -> None:
         try:
             ended = await self._channel.close(_CLOSE_S)
             await self._destroy(ended)
         except SandboxError as error:  # what remains has a label, by which agentrl.sandbox.reaper removes it later
             log.warning("sandbox %s could not be removed: %s", self.id, error)
-        finally:
-            for callback in self._when_closed:
-                callback()

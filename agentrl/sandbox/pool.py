@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Protocol, runtime_checkable
 
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
 from agentrl.protocols import Sandbox, SandboxBackend
@@ -25,19 +24,6 @@ _MAX_REFILL_FAILURES = 3  # in a row; then a spec is not refilled until a caller
 _ANSWER_S = 60.0
 
 
-@runtime_checkable
-class PoolableSandbox(Sandbox, Protocol):
-    """A sandbox with the two additional methods that the pool needs. Other sandboxes are wrapped."""
-
-    async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files. With none, it checks that the sandbox answers."""
-        ...
-
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, after the sandbox is destroyed."""
-        ...
-
-
 class WarmPool:
     """A `SandboxBackend` that keeps `warm` sandboxes of each spec ready and lets callers use `max_open`; further callers wait.
 
@@ -51,7 +37,7 @@ class WarmPool:
         self._fill_timeout_s = fill_timeout_s
         self._slots = asyncio.Semaphore(max_open)
         self._filling = asyncio.Semaphore(_MAX_FILLING)
-        self._ready: OrderedDict[SandboxSpec, deque[PoolableSandbox]] = OrderedDict()
+        self._ready: OrderedDict[SandboxSpec, deque[Sandbox]] = OrderedDict()
         self._coming: dict[SandboxSpec, int] = {}
         self._failures: dict[SandboxSpec, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,14 +64,13 @@ class WarmPool:
             sandbox = await self._take(spec, files or {}, deadline) if snapshot is None else None
             if sandbox is None:
                 left = max(0.1, deadline - asyncio.get_running_loop().time())
-                sandbox = _poolable(await self._backend.open(spec, files=files, snapshot=snapshot, timeout_s=left))
+                sandbox = await self._backend.open(spec, files=files, snapshot=snapshot, timeout_s=left)
         except BaseException:
             self._slots.release()
             raise
-        sandbox.when_closed(self._slots.release)
         self._failures.pop(spec, None)
         self._refill(spec)
-        return sandbox
+        return _PooledSandbox(sandbox, self._slots.release)
 
     async def close(self) -> None:
         """Closes every sandbox, ready or in use, and the backend. Idempotent. Completes even if the caller is cancelled."""
@@ -100,7 +85,7 @@ class WarmPool:
         self._ready.clear()
         await self._backend.close()
 
-    async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> PoolableSandbox | None:
+    async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> Sandbox | None:
         """A ready sandbox, after writing `files` to it, which shows that it answers. Closes those that do not.
 
         Each gets half of the remaining time, so that some is left to open a new one.
@@ -110,7 +95,7 @@ class WarmPool:
             sandbox = ready.popleft()
             try:
                 async with asyncio.timeout((deadline - asyncio.get_running_loop().time()) / 2):
-                    await sandbox.write_all(files)
+                    await _write(sandbox, files)
             except (SandboxError, TimeoutError) as error:
                 log.warning("a ready sandbox no longer answers: %s", error)
                 self._spawn(sandbox.close())
@@ -140,7 +125,7 @@ class WarmPool:
             async with self._filling:
                 if self._failures.get(spec, 0) >= _MAX_REFILL_FAILURES:
                     return
-                sandbox = _poolable(await self._backend.open(spec, timeout_s=self._fill_timeout_s))
+                sandbox = await self._backend.open(spec, timeout_s=self._fill_timeout_s)
         except AgentRLError as error:  # callers open their own sandboxes, and see the error there if it persists
             self._failures[spec] = self._failures.get(spec, 0) + 1
             log.warning("a sandbox could not be opened ahead of need: %s", error)
@@ -159,33 +144,33 @@ class WarmPool:
         task.add_done_callback(self._tasks.discard)
 
 
-def _poolable(sandbox: Sandbox) -> PoolableSandbox:
-    return sandbox if isinstance(sandbox, PoolableSandbox) else _PlainSandbox(sandbox)
+class _PooledSandbox(ForwardingSandbox):
+    """A sandbox in use, whose slot is released once it is closed."""
 
-
-class _PlainSandbox(ForwardingSandbox):
-    """A sandbox that has only the methods of the protocol, with those that the pool needs."""
-
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, release: Callable[[], None]) -> None:
         super().__init__(sandbox)
-        self._callbacks: list[Callable[[], None]] = []
-
-    async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """See `PoolableSandbox`."""
-        for path, data in files.items():
-            await self._sandbox.write(path, data)
-        if not files and not (await self._sandbox.python("pass", timeout_s=_ANSWER_S)).ok:
-            raise SandboxError(f"sandbox {self.id} no longer runs programs")
-
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        """See `PoolableSandbox`."""
-        self._callbacks.append(callback)
+        self._release = release
+        self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Closes the sandbox, and calls the callbacks once, even if closing fails."""
+        """See `Sandbox.close`. Completes even if the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close pooled sandbox {self.id}")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         try:
-            await super().close()
+            await self._sandbox.close()
         finally:
-            callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                callback()
+            self._release()
+
+
+async def _write(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
+    """Writes files, in one round trip if the sandbox has `write_all`. Raises `SandboxError` if the sandbox does not answer."""
+    if (write_all := getattr(sandbox, "write_all", None)) is not None:
+        await write_all(files)
+        return
+    for path, data in files.items():
+        await sandbox.write(path, data)
+    if not files and not (await sandbox.python("pass", timeout_s=_ANSWER_S)).ok:
+        raise SandboxError(f"sandbox {sandbox.id} no longer runs programs")

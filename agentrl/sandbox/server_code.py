@@ -6,12 +6,12 @@ agent's program runs. The host stores the compiled bytes and mounts them; it nev
 
 from __future__ import annotations
 
-import ast
 import base64
 import functools
 import hashlib
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from agentrl.base.files import replace_file
@@ -21,7 +21,12 @@ from agentrl.sandbox import inside
 from agentrl.sandbox.images import Image
 
 FOLDER = Path(inside.__file__).parent
-ENTRY_MODULE = "main"
+MODULES = (
+    *("wire", "archive", "users", "bounds", "child", "launch", "files", "program", "requests", "session", "snapshot", "spawn"),
+    *("server", "isolation", "keeper", "main"),
+)
+"""The modules of the exec server, each after those that it imports."""
+_IMPORT = re.compile(r"^( *)from (?:__future__|agentrl\.sandbox\.inside\.\w+) import (?:\([^)]*\)|.*)$", re.MULTILINE)
 _MAX_BYTES = 1 << 20
 _COMPILE_S = 60.0
 _COMPILE = (
@@ -31,40 +36,14 @@ _COMPILE = (
 )
 
 
-def module_trees(name: str = ENTRY_MODULE) -> dict[str, ast.Module]:
-    """The exec server's module `name` and those it imports, each after the ones that it depends on."""
-    tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
-    modules: dict[str, ast.Module] = {}
-    for node in internal_imports(tree.body):
-        modules |= module_trees(str(node.module).removeprefix(f"{inside.__name__}."))
-    return {**modules, name: tree}
-
-
-def internal_imports(nodes: Iterable[ast.AST]) -> Iterator[ast.ImportFrom]:
-    """The nodes that import from other modules of the exec server. At run time only those at the top of a module count."""
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{inside.__name__}."):
-            yield node
-
-
 @functools.cache
 def source() -> str:
     """The exec server as one module: its modules in order, without their imports from each other."""
-    return "from __future__ import annotations\n" + "\n\n".join(_joinable(name, tree) for name, tree in module_trees().items())
+    texts = ((FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
+    return "from __future__ import annotations\n" + "\n\n".join(_IMPORT.sub(r"\1pass", text) for text in texts)
 
 
-def _joinable(name: str, tree: ast.Module) -> str:
-    """The source of a module, with `pass` instead of the imports that joining makes unnecessary."""
-    lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    for node in (*futures, *internal_imports(ast.walk(tree))):
-        lines[node.lineno - 1] = " " * node.col_offset + "pass"
-        for number in range(node.lineno, node.end_lineno or node.lineno):
-            lines[number] = ""
-    return "\n".join(lines) + "\n"
-
-
-def as_source(image: Image) -> Path:
+def ensure_source(image: Image) -> Path:
     """Path of the exec server as source, `<image.folder>/exec_server-<hash of source>.py`. Writes it if it is missing."""
     path = _path(image, ".py")
     if not path.exists():
@@ -72,7 +51,7 @@ def as_source(image: Image) -> Path:
     return path
 
 
-async def compiled(image: Image, open_from_source: Callable[[], Awaitable[Sandbox]]) -> Path:
+async def ensure_compiled(image: Image, open_from_source: Callable[[], Awaitable[Sandbox]]) -> Path:
     """Path of the exec server compiled by the image's interpreter, `<image.folder>/exec_server-<hash of source>.pyc`.
 
     If it is missing, it is compiled in the sandbox that `open_from_source` opens.

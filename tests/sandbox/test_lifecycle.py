@@ -83,16 +83,6 @@ async def test_cancelled_close_continues(backend):
             await sandbox.exec(["true"], timeout_s=5)
 
 
-async def test_close_callbacks_are_called_once(backend):
-    """Even those added after the end; otherwise a pool would wait for that slot forever."""
-    sandbox = await backend.open(SPEC)
-    told = []
-    sandbox.when_closed(lambda: told.append("before"))
-    await asyncio.gather(sandbox.close(), sandbox.close())
-    sandbox.when_closed(lambda: told.append("after"))
-    assert told == ["before", "after"]
-
-
 @pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["plain", "listed"])
 async def test_lack_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, spec):
     """With any number of free descriptors, from none to enough."""

@@ -17,7 +17,6 @@ class Sandbox(ScriptedSandbox):
 
     dead = False
     still = False
-    callbacks = ()
 
     async def write_all(self, files):
         if self.dead:
@@ -25,15 +24,6 @@ class Sandbox(ScriptedSandbox):
         if self.still:
             await asyncio.sleep(30.0)
         self.files.update(files)
-
-    def when_closed(self, callback):
-        self.callbacks = (*self.callbacks, callback)
-
-    async def close(self):
-        if not self.closed:
-            self.closed = True
-            for callback in self.callbacks:
-                callback()
 
 
 class Backend(ScriptedSandboxes):

@@ -23,7 +23,7 @@ class ConformanceResult:
 
 
 class ConformanceError(Exception):
-    """The backend does not meet a requirement. The message expect_output what happened instead."""
+    """The backend does not meet a requirement. The message says what happened instead."""
 
 
 @dataclass(frozen=True, slots=True)
