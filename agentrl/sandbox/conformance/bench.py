@@ -61,7 +61,7 @@ async def expect_output(sandbox: Sandbox, code: str, expected: str) -> None:
 
 
 async def expect_error(kinds: type[Exception] | tuple[type[Exception], ...], work: Awaitable[object]) -> None:
-    """Raises `ConformanceError` unless `work` expect_error one of these exceptions."""
+    """Raises `ConformanceError` unless `work` raises one of these exceptions."""
     try:
         result = await work
     except kinds:
