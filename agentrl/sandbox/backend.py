@@ -1,4 +1,4 @@
-"""What the backends have in common: images made ready once, sandboxes opened within a deadline, all of them closed at the end."""
+"""The common part of both backends: it prepares images once, opens sandboxes within a deadline, and closes all of them at the end."""
 
 from __future__ import annotations
 
@@ -6,49 +6,63 @@ import abc
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cancellation, egress, images, layout, server_code
+from agentrl.sandbox import egress, images, layout, server_code, waiting
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
+from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, write_run_label
+from agentrl.sandbox.processes import SandboxProcesses
 
 MAX_OPENING = 8
-MAX_MAKING = 4
-"""Images made at once. Each holds one of the driver's threads, of which closing sandboxes needs some too."""
 FIRST_S = 60.0
-"""Deadline of the first sandbox of an image, which nobody has asked for and no caller bounds."""
+"""Deadline of the sandbox that compiles the exec server. No caller's deadline applies to it."""
 ENDING_S = 30.0
-"""How long closing waits for openings that were under way; each ends its own sandbox first."""
+"""How long `close` waits for openings in progress, each of which first closes its sandbox."""
+_MAX_PREPARING = 4  # each image that is being built holds a thread of the driver; closing sandboxes needs threads too
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyImage:
     """An image that a backend can start sandboxes from."""
 
-    tree: str  # what the backend calls it: a tag, or the path of a folder
+    tree: str  # a tag in Docker, or the path of a folder
     server: Path  # exec server, as source or compiled
-    fills_workdir: bool = False  # with a working directory that the image fills
-    from_packages: bool = False  # made of a distribution's packages, and of nothing else
-    replacement: Path | None = None  # run in the exec server's place
+    fills_workdir: bool = False  # the image has files for the working directory
+    from_packages: bool = False  # built from a distribution's packages only
+    replacement: Path | None = None  # runs instead of the exec server
 
     @property
     def program(self) -> Path:
-        """What runs as the exec server."""
+        """Path of the program that runs as the exec server."""
         return self.replacement or self.server
 
     @property
     def program_path(self) -> str:
-        """Its path in the sandbox."""
+        """Path of that program in the sandbox."""
         return f"/agentrl/exec_server{self.program.suffix}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Startup:
+    """A sandbox that is being started."""
+
+    name: str
+    spec: SandboxSpec
+    folder: Path  # runtime folder
+    listener: egress.EgressListener | None  # for a spec with an allow-list
+    undo: contextlib.AsyncExitStack  # runs if the start fails
+
+
 class ChannelBackend(abc.ABC):
-    """A `SandboxBackend` whose sandboxes are reached through a channel. `run_label` is shown by `agentrl sandbox ls`."""
+    """A `SandboxBackend` that reaches its sandboxes through a channel. `agentrl sandbox ls` shows `run_label`."""
 
     name: str
 
@@ -60,31 +74,29 @@ class ChannelBackend(abc.ABC):
         self._open: dict[str, ChannelSandbox] = {}
         self._images: dict[str, ReadyImage] = {}
         self._preparing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._making = asyncio.Semaphore(MAX_MAKING)
-        self._compiling = asyncio.Lock()  # images of one content share a place in the cache
-        self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each under way -> done when it has ended
+        self._making = asyncio.Semaphore(_MAX_PREPARING)
+        self._compiling = asyncio.Lock()  # images with the same content share a folder of the cache
+        self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each opening -> done when it has ended
         self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Makes the image ready (a minute the first time, then from the cache) and the exec server compiled for it.
+        """Builds or loads the image (a minute the first time, then cached) and compiles the exec server for it.
 
-        Different images are made at the same time, each of them once; one that is ready waits for no other.
+        Different images are prepared concurrently, each of them once.
         """
-        if spec.image in self._images:
-            return
         async with self._preparing[spec.image]:
             if spec.image in self._images:
                 return
             async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
-                with cancellation.propagate_cancellation():
+                with waiting.propagate_cancellation():
                     tree = await self._ensure(image)
             async with self._compiling:
-                from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
-                code = await server_code.compiled(image, lambda: self._first(spec, from_source))
-            begins = isinstance(image.recipe, BuildContext)
-            packaged = isinstance(image.recipe, images.ImageRecipe) and not image.recipe.pull
-            self._images[spec.image] = ReadyImage(tree=tree, server=code, fills_workdir=begins, from_packages=packaged)
+                from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.ensure_source, image))
+                code = await server_code.ensure_compiled(image, lambda: self._start_compiler(spec, from_source))
+            dockerfile = isinstance(image.recipe, BuildContext)
+            from_packages = isinstance(image.recipe, images.ImageRecipe) and not image.recipe.pull
+            self._images[spec.image] = ReadyImage(tree=tree, server=code, fills_workdir=dockerfile, from_packages=from_packages)
 
     async def open(
         self,
@@ -95,15 +107,14 @@ class ChannelBackend(abc.ABC):
         timeout_s: float = 60.0,
         server: Path | None = None,
     ) -> ChannelSandbox:
-        """Starts a sandbox. Raises `SandboxTimeout` or `SandboxError`, and `TaskError` where what its image holds has no
-        room; then nothing of it is left.
+        """Starts a sandbox. `server` runs instead of the exec server: the attack suite passes a compromised one.
 
-        `server` is put in the exec server's place: that is how the attack suite plays one that an agent has taken over.
+        Raises `SandboxTimeout` or `SandboxError`, and `TaskError` if the image's files do not fit. A failed start leaves nothing.
         """
         await self.prepare(spec)
         image = self._images[spec.image]
         images.record_use(image.server)
-        async with self._under_way(timeout_s):
+        async with self._within(timeout_s):
             sandbox = await self._start(spec, replace(image, replacement=server))
             try:
                 if snapshot is not None:
@@ -118,7 +129,7 @@ class ChannelBackend(abc.ABC):
         return sandbox
 
     async def close(self) -> None:
-        """Ends the openings that are under way and closes every sandbox. Idempotent; carried through even when the caller is cancelled."""
+        """Cancels openings in progress and closes every sandbox. Idempotent. Completes even if the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close {self.name}")
         await asyncio.shield(self._closing)
@@ -126,39 +137,18 @@ class ChannelBackend(abc.ABC):
     async def _close(self) -> None:
         for deadline in self._openings:
             if not deadline.expired():
-                deadline.reschedule(0.0)  # has passed: what waits there is woken, and undoes what it has made
-        if ended := list(self._openings.values()):
-            await asyncio.wait(ended, timeout=ENDING_S)
+                deadline.reschedule(0.0)  # has passed, so the opening is cancelled and cleans up
+        if openings := list(self._openings.values()):
+            await asyncio.wait(openings, timeout=ENDING_S)
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
 
-    async def _greeted(
-        self, sandbox: ChannelSandbox, channel: Channel, listener: egress.EgressListener | None, *, explain: Callable[[], str] = str
-    ) -> ChannelSandbox:
-        """`sandbox`, once its exec server has greeted and its network, where it has one, is the host's; else nothing is left of it.
-
-        `explain` is asked what else is known of a failure, before the sandbox's folder goes.
-        """
-        self._open[sandbox.id] = sandbox
-        try:
-            await channel.hello()
-            if listener is not None:
-                await listener.receive()
-        except BaseException as error:
-            said = explain()
-            await sandbox.close()
-            if said and isinstance(error, SandboxError):
-                raise SandboxError(f"{error}; {said}") from None
-            raise
-        return sandbox
-
-    async def _first(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """The sandbox in which the exec server is compiled."""
-        async with self._under_way(FIRST_S):
+    async def _start_compiler(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        async with self._within(FIRST_S):
             return await self._start(spec, image)
 
     @contextlib.asynccontextmanager
-    async def _under_way(self, timeout_s: float) -> AsyncIterator[None]:
-        """Around one opening: a few at a time, within `timeout_s`, and only while the backend is not closed. Raises `SandboxError`."""
+    async def _within(self, timeout_s: float) -> AsyncIterator[None]:
+        """Limits one opening to `timeout_s`, and concurrent ones to `MAX_OPENING`. Raises `SandboxError` once the backend is closed."""
         if self._closing is not None:
             raise SandboxError("the backend is closed")
         try:
@@ -176,13 +166,63 @@ class ChannelBackend(abc.ABC):
             if self._closing is not None:
                 raise SandboxError("the backend is closed") from None
             raise SandboxTimeout(f"no {self.name} sandbox opened in {timeout_s:.1f} s") from None
-        except OSError as error:  # no descriptors, no memory for a process, no room in the runtime folder
+        except OSError as error:  # no descriptors, no memory for a process, no space in the runtime folder
             raise SandboxError(f"no {self.name} sandbox can be opened: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _startup(self, spec: SandboxSpec) -> AsyncIterator[Startup]:
+        """Creates the runtime folder and the egress listener of a new sandbox; both are removed if the block raises."""
+        name = sandbox_name()
+        async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
+            write_run_label(folder, self.name, self.run_label)
+            listener = egress.EgressListener(name, spec, folder) if spec.network else None
+            if listener is not None:
+                undo.callback(listener.discard)
+            yield Startup(name=name, spec=spec, folder=folder, listener=listener, undo=undo)
+            undo.pop_all()
+
+    async def _greeted(
+        self,
+        start: Startup,
+        streams: Streams,
+        processes: SandboxProcesses,
+        end: Callable[[bool], Awaitable[None]],
+        *,
+        explain: Callable[[], str] = str,
+    ) -> ChannelSandbox:
+        """The sandbox, after its exec server has sent its greeting and handed over the listener. A failure leaves nothing of it.
+
+        `end` removes what the backend created; its argument says whether the exec server is known to have ended. `explain` returns
+        what else is known about a failure.
+        """
+
+        async def destroy(ended: bool) -> None:
+            self._open.pop(start.name, None)
+            try:
+                if start.listener is not None:
+                    await start.listener.close()
+                await end(ended)
+            finally:
+                await asyncio.to_thread(remove_folder, start.folder)
+
+        channel = Channel(*streams, name=start.name, relieve=processes.kill_programs)
+        sandbox = self._open[start.name] = ChannelSandbox(start.name, start.spec, channel, destroy)
+        try:
+            await channel.hello()
+            if start.listener is not None:
+                await start.listener.receive()
+        except BaseException as error:
+            explanation = explain()
+            await sandbox.close()
+            if explanation and isinstance(error, SandboxError):
+                raise SandboxError(f"{error}; {explanation}") from None
+            raise
+        return sandbox
 
     @abc.abstractmethod
     async def _ensure(self, image: images.Image) -> str:
-        """Builds or finds the image; gives what `ReadyImage.tree` is to be."""
+        """Builds or finds the image. Returns the value for `ReadyImage.tree`."""
 
     @abc.abstractmethod
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts one sandbox and waits for its exec server's greeting. The caller bounds the wait; a failure leaves nothing."""
+        """Starts one sandbox and waits for its exec server. The caller sets the deadline; a failure leaves nothing."""

@@ -1,11 +1,11 @@
-"""Sandboxes made by bubblewrap: namespaces without a daemon.
+"""Sandboxes in bubblewrap: kernel namespaces without a daemon.
 
-The sandbox's file tree is the image's, read-only, with tmpfs of limited size for the working directory, /tmp and /dev/shm. There
-is no network, a pid namespace of its own, no capability, and a system call filter (`agentrl.sandbox.seccomp`).
+A sandbox sees the image's file tree read-only, with tmpfs of limited size for the working directory, /tmp and /dev/shm. It has no
+network, a pid namespace, no capabilities, and a system call filter (`agentrl.sandbox.seccomp`).
 
-Run by root, each sandbox gets a control group for memory, processes and CPU time (`agentrl.sandbox.cgroups`), and the exec
-server gives up root before it runs anything: programs get one user, the server another. Run by anyone else, bubblewrap maps a
-user namespace with one user in it, and limits are per process where the kernel offers no better.
+For root, each sandbox has a control group (`agentrl.sandbox.cgroups`), and its exec server gives up root before any program runs:
+server and programs are different users. For other users, bubblewrap maps a user namespace with one user, and limits are per process
+unless the kernel offers better ones.
 """
 
 from __future__ import annotations
@@ -19,43 +19,40 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import cgroups, egress, images, limits
-from agentrl.sandbox.backend import ChannelBackend, ReadyImage
-from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.backend import ChannelBackend, ReadyImage, Startup
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT
-from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, write_run_label
 from agentrl.sandbox.processes import SandboxProcesses
 
 log = logging.getLogger(__name__)
 
 USER = 65534
-OVERLAY = "mount of overlay"
-"""Part of the exec server's error if the kernel has no overlay file system."""
 ENDING_S = 60.0
-"""How long a sandbox's killed processes may take to end: each needs CPU time for that, which a busy machine gives late."""
+"""How long killed processes may take to end. Each needs CPU time for that, which a busy machine grants late."""
 PATIENCE_S = 1.0
+_NO_OVERLAY = "mount of overlay"  # in the exec server's error if the kernel has no overlay file system
 
 
 class BubblewrapBackend(ChannelBackend):
-    """Opens sandboxes with `bwrap`; see `SandboxBackend`. `run_label` is shown by `agentrl sandbox ls`."""
+    """Opens sandboxes with `bwrap`. See `SandboxBackend` and `ChannelBackend`."""
 
     name = "bubblewrap"
 
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find_hierarchy()
-        self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.separate`)
+        self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.isolation`)
         self._has_separated = False
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` for a spec that names a container runtime."""
+        """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` for a spec with a container runtime."""
         if spec.runtime:
             raise SandboxUnavailable(
                 f"sandbox runtime {spec.runtime!r} needs Docker", fix="use sandbox.backend=docker, or leave runtime empty"
@@ -66,119 +63,113 @@ class BubblewrapBackend(ChannelBackend):
         return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Whether a sandbox has started with separate inodes. If the first one cannot have them, none gets them, with a warning."""
+        """Starts a sandbox. If the first one cannot have separate inodes, a warning is logged and no sandbox gets them."""
         try:
-            sandbox = await self._started(spec, image)
+            sandbox = await self._start_once(spec, image)
         except SandboxError as error:
-            if self._has_separated or not self._separates or OVERLAY not in str(error):
+            if self._has_separated or not self._separates or _NO_OVERLAY not in str(error):
                 raise
             self._separates = False
             log.warning("bubblewrap sandboxes share inodes here: a program can see which image files other sandboxes open: %s", error)
-            return await self._started(spec, image)
+            return await self._start_once(spec, image)
         self._has_separated = self._separates
         return sandbox
 
-    async def _started(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        name = sandbox_name()
-        async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:  # nothing here waits for a process to end
-            write_run_label(folder, self.name, self.run_label)
-            listener = egress.EgressListener.for_spec(name, spec, folder)
-            if listener is not None:
-                undo.callback(listener.discard)
-            group = self._hierarchy.group(name) if self._hierarchy is not None else None
-            if group is not None:
-                undo.callback(group.remove)
+    async def _start_once(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        async with self._startup(spec) as start:
+            if self._hierarchy is not None:
+                start.undo.callback(self._hierarchy.remove, start.name)
             ours, theirs = socket.socketpair()
             with theirs:
                 ours.setblocking(False)
-                reader, writer = await asyncio.open_unix_connection(sock=ours)  # closes `ours` when it fails
-                undo.callback(writer.close)
-                options = self._options(name, spec)
-                process = await self._spawn(name, spec, image, folder, theirs.fileno(), group, options)
-            undo.pop_all()
+                streams = await asyncio.open_unix_connection(sock=ours)  # closes `ours` if it fails
+                start.undo.callback(streams[1].close)
+                options = self._options(start.name, spec)
+                process = await self._spawn(start, image, theirs.fileno(), options)
 
-        async def destroy(ended: bool) -> None:
-            self._open.pop(name, None)
-            if listener is not None:
-                await listener.close()
+        async def end(ended: bool) -> None:
             await _end(process, patience_s=PATIENCE_S if ended else 0.0)
-            if group is not None:
-                await asyncio.to_thread(group.remove)
-            await asyncio.to_thread(remove_folder, folder)
+            if self._hierarchy is not None:
+                await asyncio.to_thread(self._hierarchy.remove, start.name)
 
-        channel = Channel(reader, writer, name=name, relieve=SandboxProcesses.from_options(options, process.pid).kill_programs)
-        sandbox = ChannelSandbox(name, spec, channel, destroy)
-        return await self._greeted(sandbox, channel, listener, explain=lambda: f"bwrap says: {_log(folder) or 'nothing'}")
+        def explain() -> str:
+            with contextlib.suppress(OSError):
+                return f"bwrap's log: {(start.folder / 'log').read_text(errors='replace')[-500:].strip() or 'empty'}"
+            return ""
 
-    async def _spawn(
-        self,
-        name: str,
-        spec: SandboxSpec,
-        image: ReadyImage,
-        folder: Path,
-        link: int,
-        group: cgroups.ControlGroup | None,
-        options: dict[str, Any],
-    ) -> subprocess.Popen[bytes]:
-        """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do.
+        processes = SandboxProcesses.from_options(options, process.pid)
+        return await self._greeted(start, streams, processes, end, explain=explain)
 
-        The group is made in a thread: the kernel takes 10 ms to move a process, and more when many are moved.
+    async def _spawn(self, start: Startup, image: ReadyImage, link: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+        """Starts bwrap, which waits for its arguments until it is in its control group.
+
+        The group is created in a thread: the kernel takes 10 ms to move a process, and longer if many are moved.
         """
-        shown = {**limits.write_system_files(folder, options), **egress.socket_mounts(folder, spec)}
+        mounts = {**limits.write_system_files(start.folder, options), **egress.socket_mounts(start.folder, start.spec)}
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
-            log = stack.enter_context(open(folder / "log", "wb"))
+            output = stack.enter_context(open(start.folder / "log", "wb"))
             server = ["python3", "-I", image.program_path, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
                 ["bwrap", "--args", str(args_read), *server],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 pass_fds=[link, args_read],
                 env={},
                 cwd="/",
                 start_new_session=True,
             )
             try:
+                memory_events = None
                 if self._hierarchy is not None:
-                    await _to_its_end(asyncio.to_thread(self._confine, name, spec, process.pid))
-                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, shown, group)))
+                    confining = asyncio.create_task(asyncio.to_thread(self._confine, start, process.pid))
+                    try:
+                        await asyncio.shield(confining)
+                    except asyncio.CancelledError:
+                        await asyncio.wait([confining])  # nothing that it uses may be removed before
+                        raise
+                    memory_events = self._hierarchy.memory_events(start.name)
+                view = self._view(start.spec, image, mounts, memory_events)
+                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in view))
             except BaseException:
                 await _end(process, patience_s=0.0)
                 raise
             return process
 
-    def _confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
+    def _confine(self, start: Startup, pid: int) -> None:
         assert self._hierarchy is not None
-        self._hierarchy.create(name, spec).add(pid)
+        self._hierarchy.create(start.name, start.spec)
+        self._hierarchy.add(start.name, pid)
 
-    def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.ControlGroup | None) -> list[str]:
-        """What the sandbox sees and may do, as bwrap options."""
+    def _view(self, spec: SandboxSpec, image: ReadyImage, mounts: Mapping[str, Path], memory_events: Path | None) -> list[str]:
+        """bwrap's options: what the sandbox sees and may do."""
         disk, shared = str(limits.disk_bytes(spec)), str(limits.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
         words += ["--setenv", "PATH", ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
-        words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]  # in a user namespace some settings are its user's to write
+        words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]  # the user of a user namespace may write some settings
         words += ["--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
         words += ["--size", "65536", "--tmpfs", "/sys"]
         for parent in reversed(PurePath(limits.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_path]
-        for place, source in shown.items():
-            words += ["--ro-bind", str(source), place]
-        if group is not None and group.memory_events.exists():
-            words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
+        for path, source in mounts.items():
+            words += ["--ro-bind", str(source), path]
+        if memory_events is not None and memory_events.exists():
+            words += ["--ro-bind", str(memory_events), "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
-        if os.geteuid() == 0:  # the exec server needs these to stop being root; it drops them before anything else runs
-            rights = ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *limits.server_capabilities())
-            return [*words, *(word for right in rights for word in ("--cap-add", f"CAP_{right}"))]
-        return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+        if os.geteuid() != 0:
+            return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+        for right in ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *limits.server_capabilities()):
+            words += ["--cap-add", f"CAP_{right}"]  # to stop being root; the exec server drops them before anything else runs
+        return words
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
-        """What the exec server is told: bounds that bwrap has no option for (files of each place, terminals, sockets), and limits."""
+        """The exec server's options, with the limits that bwrap has no option for."""
         options = limits.server_options(name, spec, grouped=self._hierarchy is not None)
         options["tmpfs"] = dict.fromkeys(limits.WRITABLE_FOLDERS, f"nr_inodes={limits.max_inodes(spec)}")
         options["terminals"], options["settings"] = limits.TERMINAL_OPTIONS, limits.NETWORK_SETTINGS
@@ -190,32 +181,22 @@ class BubblewrapBackend(ChannelBackend):
         return options
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Waits for `work` also when the caller is cancelled meanwhile: what it works on must not be taken away under its hands."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends bwrap and what it started, at once. The sandbox's first process does not die with bwrap: by giving up root it has
-    lost the signal that its parent's death would send (prctl(2), PR_SET_PDEATHSIG). It shares bwrap's process group.
+    """Kills bwrap's process group, which the sandbox's first process shares.
 
-    Must run before bwrap is waited for: until then its number, which names the group, is nobody else's.
+    That process does not end with bwrap: giving up root cleared its parent-death signal (prctl(2), PR_SET_PDEATHSIG). Must run
+    before bwrap is waited for, while its pid, which names the group, cannot be reused.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
-    """Gives bwrap `patience_s` to end by itself, and kills what is left of its process group. Raises `SandboxError`."""
+    """Waits `patience_s` for bwrap to end, then kills its process group. Raises `SandboxError`."""
     start = asyncio.get_running_loop().time()
     pause = 0.001
-    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # leaves the zombie, and with it the group's number, in place
-    while os.waitid(os.P_PID, process.pid, ended) is None:
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # keeps the zombie, and so the group's number
+    while os.waitid(os.P_PID, process.pid, flags) is None:
         waited = asyncio.get_running_loop().time() - start
         if waited > ENDING_S:
             raise SandboxError(f"bwrap (pid {process.pid}) does not end")
@@ -227,14 +208,8 @@ async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
     process.wait()
 
 
-def _log(folder: Path) -> str:
-    with contextlib.suppress(OSError):
-        return (folder / "log").read_text(errors="replace")[-500:].strip()
-    return ""
-
-
 def unavailable_reason(timeout_s: float = 10.0) -> str:
-    """Empty when bubblewrap can make a sandbox's namespaces here, else what it says."""
+    """Why bubblewrap cannot create a sandbox's namespaces on this machine; empty if it can."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]

@@ -1,8 +1,8 @@
-"""A folder with a `Dockerfile`: the files that its build may use, bounded and named by their content.
+"""Build contexts: the files of a folder with a `Dockerfile`, bounded, and identified by a hash of their content.
 
-The archive sent to the daemon holds regular files, folders and links (as links, never followed), without owners and times, and
-without what `.dockerignore` names. Its hash is the image's key. The hash covers only the name of a base image: where `FROM`
-names a tag that moves, the image built first stays in use; name a digest (`FROM debian@sha256:...`) to pin it.
+The archive for the daemon contains regular files, folders and links (never followed), without owners and times, and without what
+`.dockerignore` lists. Its hash is the image's key. The hash covers the name of a base image, not its content: if the tag in `FROM`
+moves, the image that was built first stays in use. Pin a digest (`FROM debian@sha256:...`) to avoid that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -25,16 +26,15 @@ from agentrl.errors import TaskError
 
 DOCKERFILE = "Dockerfile"
 LAYOUT = 2
-"""Incremented when the way such images are built changes, so that none built the old way is used."""
+"""Increment when the way such images are built changes, so that old ones are not used."""
 MAX_BYTES = 256 << 20
 MAX_ENTRIES = 20_000
-MAX_DEPTH = 64
-PIECE = 1 << 20
+_MAX_DEPTH = 64
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(.*)")
 
 
 class BuildContext(BaseModel):
-    """A build context with its content hash: `read_build_context(Path("tasks/one/environment"))`."""
+    """A build context: `read_build_context(Path("tasks/one/environment"))`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,11 +44,12 @@ class BuildContext(BaseModel):
 
     @property
     def dockerfile(self) -> Path:
+        """Path of the Dockerfile."""
         return self.folder / DOCKERFILE
 
     @contextlib.contextmanager
     def archive(self) -> Iterator[IO[bytes]]:
-        """The context as a tar archive in a temporary file. Raises `TaskError` when the folder has changed since it was read."""
+        """The context as a tar archive in a temporary file. Raises `TaskError` if the folder has changed since it was read."""
         with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
             if _pack(self.folder, file) != self.key:
                 raise TaskError(f"{self.folder} changed while its image was being built", fix="start again once nothing changes it")
@@ -57,7 +58,7 @@ class BuildContext(BaseModel):
 
 
 def read_build_context(folder: Path) -> BuildContext:
-    """The build context in `folder`. Raises `TaskError` naming the file and the bound it exceeds."""
+    """The build context in `folder`. Raises `TaskError` with the file and the bound that it exceeds."""
     return BuildContext(folder=folder, key=_pack(folder, None))
 
 
@@ -78,11 +79,11 @@ def dockerfile_steps(text: str) -> list[tuple[int, str]]:
         else:
             steps.append((number, [text]))
         continued = more
-    return [(number, " ".join(parts).strip()) for number, parts in steps]
+    return [(number, " ".join(pieces).strip()) for number, pieces in steps]
 
 
 def _escape(lines: list[str]) -> str:
-    """The character that continues a line: a backslash, unless a parser directive at the top says otherwise."""
+    """The character that continues a line: a backslash, unless a parser directive at the top sets another one."""
     for line in lines:
         directive = _DIRECTIVE.fullmatch(line.strip())
         if directive is None:
@@ -93,7 +94,7 @@ def _escape(lines: list[str]) -> str:
 
 
 def _pack(folder: Path, target: IO[bytes] | None) -> str:
-    """The key of a context; the same bytes are written as an archive to `target`, if given."""
+    """Returns the key of a context. Writes the archive to `target`, if given."""
     path = folder / DOCKERFILE
     if not path.is_file() or path.is_symlink():
         raise TaskError(f"{path} is not a regular file", fix="replace it by a regular file")
@@ -102,14 +103,15 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
     try:
         with contextlib.ExitStack() as stack:
             archive = stack.enter_context(tarfile.open(fileobj=target, mode="w")) if target is not None else None
-            for member, entry in _members(folder):
+            for name, entry in _entries(folder):
+                member = _member(folder, name, entry)
                 with _opened(entry) as file:
                     member.size = os.fstat(file.fileno()).st_size if member.isreg() else 0
                     left -= member.size
                     if left < 0:
                         raise TaskError(f"{folder} holds more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
                     kind = f"{member.name}\0{member.type!r}\0{member.mode}\0{member.linkname}\0{member.size}\0"
-                    digest.update(kind.encode("utf-8", "surrogateescape") + _content(file, member.size))
+                    digest.update(kind.encode("utf-8", "surrogateescape") + hashlib.file_digest(file, "sha256").digest())
                     if archive is not None:
                         file.seek(0)
                         archive.addfile(member, file)
@@ -118,22 +120,21 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def _members(folder: Path) -> Iterator[tuple[tarfile.TarInfo, os.DirEntry[str]]]:
-    """Each entry of the context with its archive member, which has no size yet."""
-    for path, entry in _entries(folder):
-        member = tarfile.TarInfo(path)
-        mode = entry.stat(follow_symlinks=False).st_mode
-        member.mode = 0o755 if mode & 0o111 else 0o644
-        if stat.S_ISLNK(mode):
-            member.type, member.linkname, member.mode = tarfile.SYMTYPE, os.readlink(entry.path), 0o777
-        elif stat.S_ISDIR(mode):
-            member.type, member.mode = tarfile.DIRTYPE, 0o755
-        elif not stat.S_ISREG(mode):
-            raise TaskError(f"{entry.path} is not a file, a folder or a link", fix=f"remove it, or {_ignore(folder)}")
-        yield member, entry
+def _member(folder: Path, name: str, entry: os.DirEntry[str]) -> tarfile.TarInfo:
+    """The archive member for an entry, without its size."""
+    member = tarfile.TarInfo(name)
+    mode = entry.stat(follow_symlinks=False).st_mode
+    member.mode = 0o755 if mode & 0o111 else 0o644
+    if stat.S_ISLNK(mode):
+        member.type, member.linkname, member.mode = tarfile.SYMTYPE, os.readlink(entry.path), 0o777
+    elif stat.S_ISDIR(mode):
+        member.type, member.mode = tarfile.DIRTYPE, 0o755
+    elif not stat.S_ISREG(mode):
+        raise TaskError(f"{entry.path} is not a file, a folder or a link", fix=f"remove it, or {_ignore(folder)}")
+    return member
 
 
-def _opened(entry: os.DirEntry[str]) -> IO[bytes]:
+def _opened(entry: os.DirEntry[str]) -> BufferedReader:
     """A regular file, opened without following a link; an empty one for a folder or a link."""
     if not entry.is_file(follow_symlinks=False):
         return open(os.devnull, "rb")
@@ -144,30 +145,21 @@ def _ignore(folder: Path) -> str:
     return f"list what the image does not need in {folder / '.dockerignore'}"
 
 
-def _content(file: IO[bytes], size: int) -> bytes:
-    """sha256 of a file's first `size` bytes."""
-    digest = hashlib.sha256()
-    while size and (data := file.read(min(PIECE, size))):
-        digest.update(data)
-        size -= len(data)
-    return digest.digest()
-
-
 def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(path within the folder, entry) of everything in the context, folders before their contents, in a fixed order."""
+    """(path in the folder, entry) of everything in the context, in a fixed order, folders before their contents."""
     ignored = _ignored(folder)
     count = 0
-    todo = [""]
-    while todo:
-        within = todo.pop()
-        if within.count("/") > MAX_DEPTH:
-            raise TaskError(f"{folder / within} is nested more than {MAX_DEPTH} deep")
-        with os.scandir(folder / within) as listing:
+    pending = [""]
+    while pending:
+        parent = pending.pop()
+        if parent.count("/") > _MAX_DEPTH:
+            raise TaskError(f"{folder / parent} is nested more than {_MAX_DEPTH} deep")
+        with os.scandir(folder / parent) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
         for entry in entries:
-            path = within + entry.name
+            path = parent + entry.name
             if entry.is_dir(follow_symlinks=False):
-                todo.append(path + "/")  # an ignored folder may hold files that a later `!` pattern includes again
+                pending.append(path + "/")  # a later `!` pattern may include files of an ignored folder
             if path != DOCKERFILE and ignored.matches(path):
                 continue
             count += 1

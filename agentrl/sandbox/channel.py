@@ -1,4 +1,4 @@
-"""The host's end of the connection to a sandbox's exec server: requests out, checked replies in."""
+"""The host's end of the connection to a sandbox's exec server: it sends requests and checks replies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agentrl.sandbox import frames
 from agentrl.sandbox.frames import FrameError, Schema
 
 RELIEVED_S = 35.0
-"""Extra time for an answer after the programs that blocked the exec server have been killed."""
+"""Extra time for a reply after the programs that blocked the exec server have been killed."""
 UNRELIEVED_S = 5.0
-"""Extra time for an answer if no program blocked the exec server: the machine may have been stopped."""
+"""Extra time for a reply if no program blocked the exec server: the machine may have been suspended."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """A checked reply: header fields and body."""
+    """A checked reply."""
 
     fields: Mapping[str, Any]
     body: bytes
@@ -31,19 +31,19 @@ class _Call:
     schema: Schema
     max_body: int  # over all frames of the reply
     done: asyncio.Future[Reply]
-    parts: list[bytes] = field(default_factory=list)
+    pieces: list[bytes] = field(default_factory=list)
     size: int = 0
     deadline: asyncio.Timeout | None = None
-    left_s: float | None = None  # what was left of the deadline when the clocks were stopped
+    left_s: float | None = None  # time to the deadline when the clocks were stopped
 
 
 class Channel:
-    """Request ids, deadlines and the one reader of a connection. The first thing out of order breaks the channel for good."""
+    """Request ids, deadlines and the only reader of a connection. Any protocol violation breaks the channel permanently."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, relieve: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """`relieve` ends the programs of the sandbox from outside, and returns whether they may have delayed an answer."""
+        """`relieve` kills the sandbox's programs from outside. It returns whether they may have delayed a reply."""
         self.name = name
         self._relieve = relieve
         self._reader = reader
@@ -55,14 +55,15 @@ class Channel:
 
     @property
     def broken(self) -> bool:
+        """Whether every further call fails."""
         return self._error is not None
 
     async def hello(self) -> None:
-        """Waits for the server's greeting; the caller bounds the wait."""
+        """Waits for the server's greeting. The caller sets the deadline."""
         call = self._expect(0, frames.HELLO, 0)
         self._task = asyncio.create_task(self._read(), name=f"sandbox channel {self.name}")
         if (await call.done).fields["version"] != 1:
-            raise self._break(FrameError("the exec server speaks another version"))
+            raise self._break(FrameError("the exec server has another protocol version"))
 
     async def call(
         self,
@@ -74,12 +75,11 @@ class Channel:
         max_body: int = 0,
         timeout_s: float,
     ) -> Reply:
-        """One request and its reply, whose header must match `schema` and whose body may have `max_body` bytes.
+        """Sends a request and returns its reply, whose header must match `schema` and whose body may have `max_body` bytes.
 
-        Raises `FileNotFoundError` or `ValueError` for what the server refuses, `SandboxTimeout` when no reply comes in
-        `timeout_s`, `SandboxError` when the sandbox is gone or answers nonsense. A call that is cancelled or late breaks
-        the channel, because its reply would be mistaken for nobody's. If programs of the sandbox kept the server from answering, they
-        are killed, and the server gets `RELIEVED_S` more.
+        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` without a reply in `timeout_s`,
+        and `SandboxError` if the sandbox is gone or the reply is invalid. A late or cancelled call breaks the channel, because its
+        reply could arrive during a later one. If programs blocked the server, they are killed and it gets `RELIEVED_S` more.
         """
         if self._error is not None:
             raise SandboxError(f"sandbox {self.name} is gone: {self._error}")
@@ -115,7 +115,7 @@ class Channel:
         return await asyncio.shield(call.done)
 
     def pause_deadlines(self) -> None:
-        """Calls in flight wait without a deadline until `start_clocks`: the sandbox is paused."""
+        """Suspends the deadlines of calls in progress until `resume_deadlines`, because the sandbox is paused."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
             if call.deadline is not None and not call.deadline.expired() and (when := call.deadline.when()) is not None:
@@ -123,7 +123,7 @@ class Channel:
                 call.deadline.reschedule(None)
 
     def resume_deadlines(self) -> None:
-        """Calls that were in flight at `stop_clocks` have left what they had left then."""
+        """Resumes the deadlines that `pause_deadlines` suspended, with the time that was left."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
             if call.deadline is not None and not call.deadline.expired() and call.left_s is not None:
@@ -131,7 +131,7 @@ class Channel:
                 call.left_s = None
 
     async def close(self, timeout_s: float) -> bool:
-        """Hangs up, which ends the server and so the sandbox. True when the server's end closed in `timeout_s`."""
+        """Closes the connection, which ends the server and so the sandbox. Returns whether the server's end closed in `timeout_s`."""
         self._break(SandboxError("closed"))
         if self._task is None:
             return False
@@ -150,7 +150,7 @@ class Channel:
         return call
 
     def _break(self, error: SandboxError) -> SandboxError:
-        """Fails everything that waits and hangs up; gives `error` back to be raised."""
+        """Fails all calls in progress and closes the connection. Returns `error`, to be raised."""
         if self._error is None:
             self._error = error
             with contextlib.suppress(OSError, RuntimeError):
@@ -158,14 +158,14 @@ class Channel:
         for call in self._calls.values():
             if not call.done.done():
                 call.done.set_exception(SandboxError(f"sandbox {self.name}: {error}"))
-                call.done.exception()  # marked as seen: a caller that has gone does not fetch it
+                call.done.exception()  # marks it as retrieved: a cancelled caller does not retrieve it
         return error
 
     async def _read(self) -> bool:
-        """Takes replies until the connection ends; after a break it only waits for that end. True when the server ended it."""
+        """Reads replies until the connection ends. Returns whether the server ended it, rather than a protocol violation."""
         try:
             while self._error is None:
-                await self._take()
+                await self._read_reply()
             while await self._reader.read(65536):
                 pass
         except (asyncio.IncompleteReadError, OSError):
@@ -176,31 +176,31 @@ class Channel:
             return False
         return True
 
-    async def _take(self) -> None:
+    async def _read_reply(self) -> None:
         header_size, body_size = frames.parse_prefix(await self._reader.readexactly(frames.PREFIX.size))
         header = frames.parse_header(await self._reader.readexactly(header_size))
         call = self._calls.get(header["id"])
         if call is None:
-            raise FrameError("a reply to nothing")
+            raise FrameError("a reply to no request")
         call.size += body_size
         if call.size > call.max_body:
-            raise FrameError(f"a reply of {call.size} bytes where {call.max_body} were allowed")
+            raise FrameError(f"a reply of {call.size} bytes, where {call.max_body} are allowed")
         body = await self._reader.readexactly(body_size) if body_size else b""
         if call.done.done():
             return
         if not header["ok"]:
-            call.done.set_exception(_refusal(*frames.parse_failure(header), self.name))
+            call.done.set_exception(_error(*frames.parse_failure(header), self.name))
             return
         fields = frames.check_fields(header, call.schema)
         more = fields.get("more", False)
         if more and not body:
-            raise FrameError("a piece of nothing")
-        call.parts.append(body)
+            raise FrameError("an empty piece of a reply")
+        call.pieces.append(body)
         if not more:
-            call.done.set_result(Reply(fields=fields, body=b"".join(call.parts)))
+            call.done.set_result(Reply(fields=fields, body=b"".join(call.pieces)))
 
 
-def _refusal(kind: str, message: str, name: str) -> Exception:
+def _error(kind: str, message: str, name: str) -> Exception:
     if kind == "not_found":
         return FileNotFoundError(message)
     if kind in ("too_large", "refused"):

@@ -1,4 +1,4 @@
-"""A sandbox as the rest of agentrl sees it: the `Sandbox` protocol over a channel, the same for every backend."""
+"""The `Sandbox` protocol over a channel, the same for every backend."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from agentrl.sandbox.channel import Channel
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Time after a program's limit in which the exec server must report it; then the program is killed from outside."""
+"""Time after a program's limit in which the exec server must report it; then the host kills the program."""
 FILE_S = 25.0
-HANG_UP_S = 3.0
+_CLOSE_S = 3.0
+_ARCHIVE_HEADERS_BYTES = 32 << 20  # tar headers of 20,000 entries
 
 Destroy = Callable[[bool], Awaitable[None]]
-"""Removes what the backend made. The argument: whether the sandbox's own main process is known to have ended."""
+"""Removes what the backend created. The argument says whether the exec server is known to have ended."""
 
 
 class ChannelSandbox:
-    """One sandbox, whose exec server is at the other end of `channel`. Programs run one at a time; a second call waits its turn.
+    """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; further calls wait.
 
-    A program that times out takes every process of the sandbox with it; one that ends by itself may leave others running.
+    A program that times out ends every process of the sandbox. One that ends in time may leave others running.
     """
 
     def __init__(self, name: str, spec: SandboxSpec, channel: Channel, destroy: Destroy) -> None:
@@ -37,9 +38,8 @@ class ChannelSandbox:
         self._destroy = destroy
         self._turn = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
-        self._when_closed: list[Callable[[], None]] = []
         self._restored = False
-        self._sessions: set[str] = set()  # asked for so far
+        self._sessions: set[str] = set()
 
     async def exec(
         self,
@@ -50,14 +50,14 @@ class ChannelSandbox:
         output_bytes: int = 65536,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Runs a program with its own pipes. Each of stdout and stderr keeps its first and last `output_bytes / 2` bytes."""
+        """Runs a program. Of stdout and of stderr, the first and the last `output_bytes / 2` bytes are kept."""
         fields = arguments.program(argv, env) | arguments.limits(timeout_s, output_bytes)
         return await self._run("exec", fields, arguments.content(stdin, "stdin"))
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
-        """What `python3 -I -c code` gives, from a fork of a warm interpreter that has run nobody's code before.
+        """Runs `code` like `python3 -I -c`, in a fork of a warm interpreter.
 
-        With `session`, in the interpreter of that name, which lives on and keeps its names; four names in the life of a sandbox.
+        With `session`, runs it in the persistent interpreter of that name, which keeps its names. A sandbox has at most four.
         """
         fields = {"session": arguments.session_name(session)} | arguments.limits(timeout_s, output_bytes)
         result = await self._run("python", fields, arguments.code(code))
@@ -65,15 +65,15 @@ class ChannelSandbox:
         self._sessions |= {session}
         return replace(result, restarted=True) if first and self._restored else result
 
-    async def _run(self, operation: str, program: Mapping[str, Any], body: bytes) -> ExecResult:
+    async def _run(self, operation: str, fields: Mapping[str, Any], body: bytes) -> ExecResult:
         async with self._turn:
             reply = await self._channel.call(
                 operation,
-                program,
+                fields,
                 body=body,
-                schema=frames.SESSION_RESULT if program.get("session") else frames.RESULT,
-                max_body=2 * (program["output_bytes"] + frames.CUT_MARK_BYTES),
-                timeout_s=program["timeout_s"] + GRACE_S,
+                schema=frames.SESSION_RESULT if fields.get("session") else frames.RESULT,
+                max_body=2 * (fields["output_bytes"] + frames.CUT_MARK_BYTES),
+                timeout_s=fields["timeout_s"] + GRACE_S,
             )
         try:
             return frames.parse_result(reply.fields, reply.body)
@@ -82,73 +82,61 @@ class ChannelSandbox:
             raise
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Bytes of a regular file; a link anywhere in the path is refused with `ValueError`."""
-        request = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
+        """The bytes of a regular file. Raises `ValueError` for a link anywhere in the path."""
+        fields = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
         async with self._turn:
-            reply = await self._channel.call("read", request, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
+            reply = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
         return reply.body
 
     async def write(self, path: str, data: bytes) -> None:
-        """Replaces `path` (a link is replaced, not followed). `ValueError` when there is no room or the path is refused."""
+        """Replaces `path`; a link is replaced, not followed. Raises `ValueError` if there is no space, or the path is invalid."""
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files in one round trip; with none, shows that the sandbox answers."""
+        """Writes several files in one round trip. With none, it checks that the sandbox answers."""
         contents = arguments.contents(files)
         listing = [[path, len(data)] for path, data in contents.items()]
         async with self._turn:
             await self._channel.call("write", {"files": listing}, body=b"".join(contents.values()), timeout_s=FILE_S)
 
     async def snapshot(self) -> bytes:
-        """The working directory as a tar archive: regular files, folders, links as links. Programs stand still meanwhile.
+        """The working directory as a tar archive: regular files, folders and links, with their modes and times, readable or not.
 
-        Names, permission bits and times are kept, and files that share one content still do. Pipes, sockets and devices are left
-        out, and modes that close a file to its owner are no obstacle.
-        Raises `ValueError` when the working directory is too large, and for no other reason: more than the sandbox's `disk_mb`,
-        20,000 entries, 64 levels or 20 s of work. The archive is hostile data: hand it to `open(snapshot=...)`, never unpack it
-        on the host.
+        Programs are stopped meanwhile. Hard links are kept; pipes, sockets and devices are omitted. Raises `ValueError` only if the
+        directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is hostile data: pass it to
+        `open(snapshot=...)`, never unpack it on the host.
         """
-        limit = (self.spec.disk_mb << 20) + (32 << 20)  # tar headers of 20,000 entries
+        limit = (self.spec.disk_mb << 20) + _ARCHIVE_HEADERS_BYTES
         async with self._turn:
-            request = {"max_bytes": limit}
-            reply = await self._channel.call("snapshot", request, schema=frames.CHUNK, max_body=limit, timeout_s=2 * FILE_S)
+            fields = {"max_bytes": limit}
+            reply = await self._channel.call("snapshot", fields, schema=frames.CHUNK, max_body=limit, timeout_s=2 * FILE_S)
         return reply.body
 
     async def restore(self, archive: bytes) -> None:
-        """Unpacks a snapshot into the working directory, inside the sandbox. What sessions held is not in it, and they will say so."""
+        """Unpacks a snapshot into the working directory. It contains no sessions; the first call in one reports a restart."""
         self._restored = True
         async with self._turn:
             await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
-        """Stops every program, and its clock; may be called while one runs. Memory stays in use. Who is woken all the same is killed."""
+        """Stops every program and its clock, also while one runs. Memory stays in use. A program that wakes itself up is killed."""
         self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 
     async def resume(self) -> None:
-        """Lets the programs go on."""
+        """Lets the programs continue."""
         await self._channel.call("resume", timeout_s=GRACE_S)
         self._channel.resume_deadlines()
 
     async def close(self) -> None:
-        """Destroys the sandbox. Idempotent; carried through even when the caller is cancelled."""
+        """Destroys the sandbox. Idempotent. Completes even if the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close sandbox {self.id}")
         await asyncio.shield(self._closing)
 
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, after the sandbox is destroyed; at once when it is already."""
-        if self._closing is not None and self._closing.done():
-            callback()
-        else:
-            self._when_closed.append(callback)
-
     async def _close(self) -> None:
         try:
-            ended = await self._channel.close(HANG_UP_S)
+            ended = await self._channel.close(_CLOSE_S)
             await self._destroy(ended)
-        except SandboxError as error:  # what could not be removed now is found by its label later (agentrl.sandbox.reaper)
+        except SandboxError as error:  # what remains has a label, by which agentrl.sandbox.reaper removes it later
             log.warning("sandbox %s could not be removed: %s", self.id, error)
-        finally:
-            for callback in self._when_closed:
-                callback()

@@ -1,8 +1,8 @@
-"""Starts, stops and looks at the local Docker daemon, for set-up: `python -m agentrl.sandbox.daemon start|stop|status`.
+"""Starts, stops and checks the local Docker daemon, for set-up: `python -m agentrl.sandbox.daemon start|stop|status`.
 
-The library itself never starts a daemon: a run that finds none says so. Where systemd runs, the distribution's service is
-started; elsewhere (containers, small virtual machines) `dockerd` is started here in its own process session, without
-iptables rules and bridges, because sandboxes have no network. `stop` only stops a daemon that `start` started.
+The library never starts a daemon. With systemd, `start` starts the distribution's service. Without it (containers, small virtual
+machines), `dockerd` runs in a new process session, without iptables rules and bridges, because sandboxes have no network. `stop` only
+stops a daemon that `start` started.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from pathlib import Path
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.sandbox import docker_client
 
-STATE = Path("/var/run/agentrl-docker")
-POLL_S = 0.1
+_STATE = Path("/var/run/agentrl-docker")
+_PIDFILE, _LOG = _STATE / "dockerd.pid", _STATE / "dockerd.log"
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonStatus:
-    """Whether a daemon answers, and whether it is one that `start` started: `DaemonStatus(answers=True, pid=4711, log="...")`."""
+    """Whether a daemon answers, and which process it is: `DaemonStatus(answers=True, pid=4711)`."""
 
     answers: bool
-    pid: int | None  # of the daemon started by `start`, None when someone else started it
-    log: str  # path of that daemon's log
+    pid: int | None  # None if `start` did not start it
 
 
 def status() -> DaemonStatus:
-    """What is running now; starts nothing."""
-    return DaemonStatus(answers=docker_client.daemon_answers(), pid=_own_pid(), log=str(_log()))
+    """The state of the daemon."""
+    return DaemonStatus(answers=docker_client.daemon_answers(), pid=_own_pid())
 
 
 def start(*, timeout_s: float = 60.0) -> DaemonStatus:
-    """Makes sure a daemon answers. Raises `SandboxUnavailable` (what to install or run) or `SandboxError` (it does not come up)."""
+    """Makes sure that a daemon answers. Raises `SandboxUnavailable` with what to install or run, or `SandboxError` if it does not start."""
     if docker_client.daemon_answers():
         return status()
     if shutil.which("dockerd") is None:
@@ -48,70 +48,15 @@ def start(*, timeout_s: float = 60.0) -> DaemonStatus:
         raise SandboxUnavailable(
             "no Docker daemon answers, and only root can start one", fix=f"sudo {sys.executable} -m agentrl.sandbox.daemon start"
         )
+    process = None
     if Path("/run/systemd/system").exists():
         subprocess.run(["systemctl", "start", "docker"], check=False, timeout=timeout_s)
-        return _await_ready(None, timeout_s)
-    return _await_ready(_spawn(), timeout_s)
-
-
-def stop(*, timeout_s: float = 30.0) -> bool:
-    """Stops the daemon that `start` started; False when there is none. Containers still open are ended with it."""
-    pid = _own_pid()
-    if pid is None:
-        return False
-    os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + timeout_s
-    while _own_pid() is not None:
-        if time.monotonic() > deadline:
-            raise SandboxError(f"dockerd (pid {pid}) has not stopped after {timeout_s:.0f} s; see {_log()}")
-        time.sleep(POLL_S)
-    return True
-
-
-def _spawn() -> subprocess.Popen[bytes]:
-    STATE.mkdir(parents=True, exist_ok=True)
-    with open(_log(), "ab") as log:
-        return subprocess.Popen(
-            _in_legacy_cgroup_view(_command()),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd="/",
-        )
-
-
-def _command() -> list[str]:
-    command = [
-        "dockerd",
-        f"--host={docker_client.DEFAULT}",
-        f"--pidfile={_pidfile()}",
-        "--iptables=false",
-        "--ip6tables=false",
-        "--bridge=none",
-        "--userland-proxy=false",
-        "--log-driver=none",
-        "--log-level=warn",
-    ]
-    crun = shutil.which("crun")
-    if crun is not None:  # a third of runc's CPU time for each container
-        command += [f"--add-runtime=crun={crun}", "--default-runtime=crun"]
-    return command
-
-
-def _in_legacy_cgroup_view(command: list[str]) -> list[str]:
-    """Hides a half-used cgroup v2 tree from the daemon: crun refuses a "hybrid" layout whose v2 root owns controllers.
-
-    The mount is taken away in a mount namespace of the daemon's own, so the machine keeps its layout.
-    """
-    controllers = Path("/sys/fs/cgroup/unified/cgroup.controllers")
-    if not controllers.exists() or not controllers.read_text().split():
-        return command
-    script = 'umount /sys/fs/cgroup/unified && exec "$@"'
-    return ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, "sh", *command]
-
-
-def _await_ready(process: subprocess.Popen[bytes] | None, timeout_s: float) -> DaemonStatus:
+    else:
+        _STATE.mkdir(parents=True, exist_ok=True)
+        with open(_LOG, "ab") as log:
+            process = subprocess.Popen(
+                _command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"
+            )
     deadline = time.monotonic() + timeout_s
     while not docker_client.daemon_answers():
         if process is not None and process.poll() is not None:
@@ -120,14 +65,42 @@ def _await_ready(process: subprocess.Popen[bytes] | None, timeout_s: float) -> D
             if process is not None:
                 process.terminate()
             raise SandboxError(f"dockerd does not answer after {timeout_s:.0f} s:\n{_log_tail()}")
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     return status()
 
 
+def stop(*, timeout_s: float = 30.0) -> bool:
+    """Stops the daemon that `start` started, and so its containers. False if there is none."""
+    pid = _own_pid()
+    if pid is None:
+        return False
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    while _own_pid() is not None:
+        if time.monotonic() > deadline:
+            raise SandboxError(f"dockerd (pid {pid}) has not stopped after {timeout_s:.0f} s; see {_LOG}")
+        time.sleep(_POLL_S)
+    return True
+
+
+def _command() -> list[str]:
+    command = ["dockerd", f"--host={docker_client.DEFAULT}", f"--pidfile={_PIDFILE}", "--iptables=false", "--ip6tables=false"]
+    command += ["--bridge=none", "--userland-proxy=false", "--log-driver=none", "--log-level=warn"]
+    crun = shutil.which("crun")
+    if crun is not None:  # uses a third of runc's CPU time for each container
+        command += [f"--add-runtime=crun={crun}", "--default-runtime=crun"]
+    controllers = Path("/sys/fs/cgroup/unified/cgroup.controllers")
+    if controllers.exists() and controllers.read_text().split():
+        # crun refuses a hybrid cgroup layout whose version 2 tree owns controllers. Hide that tree from the daemon only.
+        script = 'umount /sys/fs/cgroup/unified && exec "$@"'
+        return ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, "sh", *command]
+    return command
+
+
 def _own_pid() -> int | None:
-    """Pid in our pid file when that process is alive and a dockerd, so that a reused pid is never signalled."""
+    """Pid of the daemon that `start` started, if it is alive. Checks the name, because pids are reused."""
     try:
-        pid = int(_pidfile().read_text())
+        pid = int(_PIDFILE.read_text())
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, ValueError):
@@ -135,36 +108,28 @@ def _own_pid() -> int | None:
     return pid if name == "dockerd" and state != "Z" else None
 
 
-def _pidfile() -> Path:
-    return STATE / "dockerd.pid"
-
-
-def _log() -> Path:
-    return STATE / "dockerd.log"
-
-
 def _log_tail(lines: int = 12) -> str:
     try:
-        return "\n".join(_log().read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(_LOG.read_text(errors="replace").splitlines()[-lines:])
     except OSError as error:
         return f"(no log: {error})"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line: exits 0 when done (status: when a daemon answers), 1 when not, 2 when something must be installed or changed."""
+    """The command line. Exits with 0 on success (status: a daemon answers), 1 on failure, 2 if something must be installed or changed."""
     parser = argparse.ArgumentParser(prog="python -m agentrl.sandbox.daemon", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=["start", "stop", "status"])
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
     arguments = parser.parse_args(argv)
     try:
         if arguments.action == "stop":
-            print("stopped" if stop(timeout_s=arguments.timeout) else "no daemon of ours is running")
+            print("stopped" if stop(timeout_s=arguments.timeout) else "no daemon that this command started is running")
             return 0
         now = start(timeout_s=arguments.timeout) if arguments.action == "start" else status()
     except (SandboxUnavailable, SandboxError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, SandboxUnavailable) else 1
-    origin = f"pid {now.pid}, log {now.log}" if now.pid else "started elsewhere"
+    origin = f"pid {now.pid}, log {_LOG}" if now.pid else "started elsewhere"
     print(f"docker daemon answers ({origin})" if now.answers else "no docker daemon answers")
     return 0 if now.answers else 1
 

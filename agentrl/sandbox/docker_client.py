@@ -1,38 +1,52 @@
-"""Where the local Docker daemon is, and whether it answers."""
+"""The local Docker daemon: its address, whether it answers, and this process's connections to it. All functions block."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from typing import Literal
+import threading
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any, Literal
 
+import docker
 import requests
 import urllib3
+from docker.errors import APIError, DockerException, NotFound
+from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.sandbox.lease import lease
 
 DEFAULT = "unix:///var/run/docker.sock"
-ANSWER_S = 2.0
 API_VERSION = "1.41"  # Docker Engine 20.10
 LABEL_RUN, LABEL_LEASE, LABEL_SHARED = "agentrl.run", "agentrl.lease", "agentrl.shared"
-"""Of containers: whose run they belong to, which driver's, and that several sandboxes share one."""
+"""Labels of a container: its run, its driver's lease, and whether several sandboxes share it."""
+REQUEST_S = 60.0
+QUICK_S = 15.0
+"""Timeout of requests that only inspect or remove."""
+_PING_S = 2.0
+_POOLS = 2  # connections per thread; the library opens one per requested URL host, and each container has its own
+_thread = threading.local()
 
 State = Literal["answers", "silent", "absent"]
 
 
 def daemon_address() -> str:
-    """The local daemon's socket: `$DOCKER_HOST` where it names one, else the usual place. Raises `SandboxUnavailable`.
+    """The local daemon's socket: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` for a daemon on another machine.
 
-    A daemon on another machine cannot be used: sandboxes talk to the driver through a mounted socket.
+    Sandboxes reach the driver through a mounted socket, which a remote daemon cannot offer.
     """
-    named = os.environ.get("DOCKER_HOST", "") or DEFAULT
-    if not named.startswith("unix://"):
-        raise SandboxUnavailable(f"DOCKER_HOST={named} is not a daemon on this machine", fix="unset DOCKER_HOST, or use bubblewrap")
-    return named
+    url = os.environ.get("DOCKER_HOST", "") or DEFAULT
+    if not url.startswith("unix://"):
+        raise SandboxUnavailable(f"DOCKER_HOST={url} is not a daemon on this machine", fix="unset DOCKER_HOST, or use bubblewrap")
+    return url
 
 
-def daemon_state(timeout_s: float = ANSWER_S) -> State:
-    """What a ping on the local daemon's socket gives within `timeout_s` seconds; `absent` when nobody listens there."""
+def daemon_state(timeout_s: float = _PING_S) -> State:
+    """Pings the local daemon. `silent`: it accepts connections but does not answer within `timeout_s`. `absent`: nothing listens."""
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(timeout_s)
@@ -45,18 +59,96 @@ def daemon_state(timeout_s: float = ANSWER_S) -> State:
         return "absent"
 
 
-def daemon_answers(timeout_s: float = ANSWER_S) -> bool:
-    """True when a Docker daemon answers a ping on its local socket within `timeout_s` seconds."""
+def daemon_answers(timeout_s: float = _PING_S) -> bool:
+    """Whether the local Docker daemon answers a ping within `timeout_s`."""
     return daemon_state(timeout_s) == "answers"
 
 
 def silent_daemon_error() -> SandboxTimeout:
-    """The error for a daemon that is there and does not answer."""
-    return SandboxTimeout(f"the Docker daemon at {daemon_address()} takes connections and gives no answer; it must be restarted")
+    """The error for a daemon that accepts connections but does not answer."""
+    return SandboxTimeout(f"the Docker daemon at {daemon_address()} accepts connections but does not answer; restart it")
 
 
 def daemon_error(error: Exception) -> SandboxError:
-    """What went wrong between us and the daemon, as an error of ours."""
+    """Converts an error of the client library."""
     if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)):
-        return SandboxTimeout(f"the Docker daemon at {daemon_address()} gave no answer in time: {error}")
+        return SandboxTimeout(f"the Docker daemon at {daemon_address()} did not answer in time: {error}")
     return SandboxError(f"Docker daemon: {error}")
+
+
+def client() -> docker.APIClient:
+    """This thread's client. The library's clients are not thread-safe."""
+    if getattr(_thread, "address", "") != daemon_address():
+        api = docker.APIClient(base_url=daemon_address(), version=API_VERSION, timeout=REQUEST_S)
+        # For local sockets the library ignores `num_pools` (docker 7.2).
+        api.mount("http+docker://", UnixHTTPAdapter(daemon_address().removeprefix("unix://"), REQUEST_S, pool_connections=_POOLS))
+        _thread.api, _thread.address = api, daemon_address()
+    return _thread.api
+
+
+@contextlib.contextmanager
+def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
+    """This thread's client with this timeout, for the block. Errors of the library are raised as `SandboxError`."""
+    api = client()
+    previous, api.timeout = api.timeout, timeout_s
+    try:
+        yield api
+    except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        raise daemon_error(error) from error
+    finally:
+        api.timeout = previous
+
+
+def reachable() -> bool:
+    """Whether there is a local daemon. Raises `SandboxTimeout` if it does not answer."""
+    try:
+        current = daemon_state()
+    except SandboxUnavailable:  # one on another machine
+        return False
+    if current == "silent":
+        raise silent_daemon_error()
+    return current == "answers"
+
+
+def create_and_start(name: str, container: dict[str, Any]) -> None:
+    """Creates a container from the body of a create request, and starts it. Raises `SandboxError`."""
+    with connection() as api:
+        api.create_container_from_config(container, name=name)
+        api.start(name)
+
+
+def is_running(name: str) -> bool:
+    """Whether a container runs. Raises `SandboxError`."""
+    with connection(QUICK_S) as api:
+        try:
+            return bool(api.inspect_container(name)["State"]["Running"])
+        except NotFound:
+            return False
+
+
+def containers(label: str) -> dict[str, dict[str, str]]:
+    """Name -> labels of every container, running or not, with `label` (`key` or `key=value`). Raises `SandboxError`."""
+    with connection(QUICK_S) as api:
+        listed = api.containers(all=True, filters={"label": [label]})
+    return {item["Names"][0].lstrip("/"): item["Labels"] for item in listed if item["Names"]}
+
+
+def remove(name: str) -> None:
+    """Kills and removes a container. Does nothing if it is gone or being removed. Raises `SandboxError`."""
+    with connection(QUICK_S) as api:
+        try:
+            api.remove_container(name, force=True, v=True)
+        except APIError as error:
+            if error.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
+                raise
+
+
+def await_removed(names: frozenset[str], timeout_s: float) -> None:
+    """Gives the daemon `timeout_s` to remove these containers of this process, then removes the rest. Raises `SandboxError`."""
+    deadline = time.monotonic() + timeout_s
+    while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
+        if time.monotonic() >= deadline:
+            for name in left:
+                remove(name)
+            return
+        time.sleep(0.1)

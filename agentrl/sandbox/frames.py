@@ -1,7 +1,7 @@
-"""The wire form between host and exec server, as the host reads it: every byte that comes back is hostile.
+"""The wire format between host and exec server, as the host reads it. Every byte from a sandbox is hostile.
 
-A frame is `!II` (length of a JSON header, length of a body), then both. What the host takes is bounded before it is read, and
-a header must have exactly the keys and types of the reply that was asked for. Anything else is a `FrameError`.
+A frame is `!II` (length of a JSON header, length of a body), then both. The host bounds sizes before it reads, and accepts a header only
+with exactly the keys and types of the expected reply. Anything else raises `FrameError`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ HELLO: Schema = {"version": (int,)}
 RESULT: Schema = {"exit": (int, NoneType), "reason": (str,), "wall_s": (int, float), "truncated": (bool,), "stdout": (int,)}
 SESSION_RESULT: Schema = {**RESULT, "restarted": (bool,), "ended": (bool,)}
 CHUNK: Schema = {"more": (bool,)}
-FAILURE: Schema = {"error": (str,), "message": (str,)}
-
+_FAILURE: Schema = {"error": (str,), "message": (str,)}
 _ERRORS = ("not_found", "too_large", "refused", "busy", "failed")
 _KILLS = ("timeout", "memory", "killed")
 
 
 class FrameError(SandboxError):
-    """Bytes from a sandbox that are not a reply to what was asked; the sandbox is destroyed."""
+    """Bytes from a sandbox that are not a valid reply. The sandbox is destroyed."""
 
 
 def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A request frame. Raises `ValueError` when the header or body is larger than a frame may carry, `TypeError` for what is no JSON."""
+    """A request frame. Raises `ValueError` if header or body are too large, and `TypeError` for what is not JSON."""
     try:
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError:
-        raise ValueError("a request nested too deep") from None
+        raise ValueError("the request is nested too deep") from None
     if len(text) > MAX_REQUEST_HEADER:
         raise ValueError(f"a request of {len(text)} bytes is larger than {MAX_REQUEST_HEADER}; pass large data as a file or on stdin")
     if len(body) > 0xFFFFFFFF:
@@ -52,7 +51,7 @@ def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
 
 
 def parse_prefix(data: bytes) -> tuple[int, int]:
-    """(header length, body length) of a reply; the caller bounds the body."""
+    """(header length, body length) of a reply. The caller bounds the body."""
     header_size, body_size = PREFIX.unpack(data)
     if not 2 <= header_size <= MAX_REPLY_HEADER:
         raise FrameError(f"a reply header of {header_size} bytes (at most {MAX_REPLY_HEADER})")
@@ -60,7 +59,7 @@ def parse_prefix(data: bytes) -> tuple[int, int]:
 
 
 def parse_header(data: bytes) -> dict[str, Any]:
-    """A reply header as an object with an integer `id` and a boolean `ok`; its other keys are checked by `check_fields`."""
+    """A reply header with an integer `id` and a boolean `ok`. `check_fields` checks its other keys."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -71,9 +70,9 @@ def parse_header(data: bytes) -> dict[str, Any]:
 
 
 def check_fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
-    """`value` when it has exactly the keys and types of `schema` besides id and ok."""
+    """Returns `value` if it has exactly the keys and types of `schema`, in addition to id and ok."""
     if value.keys() - {"id", "ok"} != schema.keys():
-        raise FrameError(f"a reply with keys {sorted(map(str, value))[:12]!r} where {sorted(schema)} were due")
+        raise FrameError(f"a reply with keys {sorted(map(str, value))[:12]!r} instead of {sorted(schema)}")
     for key, kinds in schema.items():
         if type(value[key]) not in kinds:
             raise FrameError(f"reply field {key!r} is a {type(value[key]).__name__}")
@@ -81,16 +80,12 @@ def check_fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
 
 
 def parse_failure(value: Mapping[str, Any]) -> tuple[str, str]:
-    """(kind, message) of a reply with `ok` false."""
-    checked = check_fields(value, FAILURE)
+    """(kind, message) of a reply with `ok` false. The message is printable."""
+    checked = check_fields(value, _FAILURE)
     if checked["error"] not in _ERRORS:
         raise FrameError("a failure of unknown kind")
-    return checked["error"], _printable(checked["message"][:500])
-
-
-def _printable(text: str) -> str:
-    """`text` without what a terminal or a log would obey."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    message = checked["message"][:500]
+    return checked["error"], "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in message)
 
 
 def parse_result(value: Mapping[str, Any], body: bytes) -> ExecResult:
@@ -99,7 +94,7 @@ def parse_result(value: Mapping[str, Any], body: bytes) -> ExecResult:
     code, reason, wall_s, cut = checked["exit"], checked["reason"], float(checked["wall_s"]), checked["stdout"]
     killed = code is None
     if killed != (reason in _KILLS) or (not killed and (reason != "" or not 0 <= code <= 255)):
-        raise FrameError("a program that both ended and was killed")
+        raise FrameError("a program that both exited and was killed")
     if not math.isfinite(wall_s) or wall_s < 0 or not 0 <= cut <= len(body):
         raise FrameError("a program result out of range")
     return ExecResult(

@@ -1,14 +1,13 @@
-"""Sandbox images: a folder with an `image.toml`, or with a `Dockerfile` and no `image.toml`, built once per content and machine.
+"""Sandbox images: folders with an `image.toml`, or with a `Dockerfile` and no `image.toml`. Each is built once per content and machine.
 
     suite = "bookworm"            # Debian release
-    packages = ["python3"]        # python3 is what the exec server runs on
-    pull = "python:3.11-slim"     # optional: tried first by the Docker backend, where a registry answers
+    packages = ["python3"]        # the exec server runs on python3
+    pull = "python:3.11-slim"     # optional: the Docker backend first tries to pull this
 
-The hash of the recipe, or of the whole build context (`agentrl.sandbox.build_context`), names the result:
-`<cache>/images/<hash>/base.tar`, extracted beside it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker.
-Both backends therefore run the very same tree. WORKDIR and ENV of a Dockerfile are kept as files of that
-tree (see `agentrl.sandbox.layout`); entry point and user are ignored. The
-exec server is not part of an image: each sandbox gets it when it opens, so it is never stale.
+The hash of the recipe, or of the build context (`agentrl.sandbox.build_context`), names the result: `<cache>/images/<hash>/base.tar`,
+unpacked next to it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker, so both backends run the same tree.
+WORKDIR and ENV of a Dockerfile are kept as files of that tree (see `agentrl.sandbox.layout`); entry point and user are ignored. The exec
+server is not part of an image: each sandbox gets the current one when it opens.
 """
 
 from __future__ import annotations
@@ -25,22 +24,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
+import docker
+import requests
+from docker.errors import APIError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.base import toml
-from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.sandbox import build_context, builds, cancellation
+from agentrl.errors import SandboxError, SandboxUnavailable, UserError
+from agentrl.sandbox import build_context, builds, docker_client, waiting
 from agentrl.sandbox.build_context import BuildContext
 
 BUILD_S = 900.0
-LOOK_S = 0.5
-NOTE_S = 3600.0
+PREPARE_S = 10.0
 LAYOUT = 3
-"""Incremented when the way images are built changes, so that none built the old way is used."""
-MOUNT_POINTS = ("home/agent", "agentrl")
-_LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/var/cache/apt/*")
+"""Increment when the way images are built changes, so that old ones are not used."""
+_PULL_S = 300.0
+_LOOK_S = 0.5
+_RECORD_USE_S = 3600.0
+_MOUNT_POINTS = ("home/agent", "agentrl")
+_EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/var/cache/apt/*")
 
 Progress = Callable[[str], None]
 
@@ -50,22 +54,21 @@ def no_progress(message: str) -> None:
 
 
 class ImageRecipe(BaseModel):
-    """The contents of an `image.toml`; unknown keys are refused."""
+    """The contents of an `image.toml`. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     suite: str = Field("bookworm", pattern=r"^[a-z][a-z0-9-]*$")
     """Debian release."""
     packages: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.+-]*$")], ...] = ("python3",)
-    """Debian packages beyond the essential ones; must include python3."""
+    """Debian packages in addition to the essential ones; must include python3."""
     pull: str = Field("", pattern=r"^$|^[a-z0-9][A-Za-z0-9./:@_-]*$")
-    """Registry reference that the Docker backend tries before building; the image must hold python3 (3.9 or later)."""
-    variant: Literal["minbase"] = "minbase"
+    """Registry reference that the Docker backend tries before it builds; the image must have python3 (3.9 or later)."""
 
     @property
     def key(self) -> str:
         """sha256 (first 16 hex digits) of everything that determines the image's contents."""
-        text = json.dumps([LAYOUT, self.model_dump(mode="json")], sort_keys=True)
+        text = json.dumps([LAYOUT, {**self.model_dump(mode="json"), "variant": "minbase"}], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -74,7 +77,6 @@ _FORMS = {
     "suite": 'suite is the name of a Debian release: suite = "bookworm"',
     "packages": 'packages is a list of names of Debian packages: packages = ["python3", "jq"]',
     "pull": 'pull is what `docker pull` takes: pull = "python:3.11-slim"',
-    "variant": 'variant can only be "minbase"',
 }
 
 
@@ -89,37 +91,44 @@ class Image(BaseModel):
 
     @property
     def tag(self) -> str:
+        """The image's name in the Docker daemon."""
         return f"agentrl/{self.name}:{self.recipe.key}"
 
     @property
     def built_tag(self) -> str:
-        """The daemon's name for what it built from a Dockerfile, before it is processed further."""
+        """The daemon's name for the image built from a Dockerfile, before further processing."""
         return f"{self.tag}-built"
 
     @property
     def folder(self) -> Path:
+        """The image's folder in the cache."""
         return self.cache / "images" / self.recipe.key
 
     @property
     def rootfs(self) -> Path:
+        """The file tree as a folder."""
         return self.folder / "rootfs"
 
     @property
     def tarball(self) -> Path:
+        """The file tree as a tar archive."""
         return self.folder / "base.tar"
 
 
 def cache_folder() -> Path:
-    """`$AGENTRL_CACHE`, else `~/.cache/agentrl`."""
+    """`$AGENTRL_CACHE`, or `~/.cache/agentrl`."""
     return Path(os.environ.get("AGENTRL_CACHE") or Path.home() / ".cache" / "agentrl")
 
 
 def load_image(folder: Path, *, cache: Path | None = None) -> Image:
-    """Reads `folder/image.toml`, or the build context of `folder/Dockerfile`. Raises `UserError` naming the file, the key and the fix."""
+    """Reads `folder/image.toml`, or the build context of `folder/Dockerfile`. Raises `UserError` with the file, the key and the fix."""
     path = folder / "image.toml"
     from_dockerfile = not path.exists() and os.path.lexists(folder / build_context.DOCKERFILE)
     recipe = build_context.read_build_context(folder) if from_dockerfile else _read(path)
-    return Image(name=_name(folder.resolve()), recipe=recipe, cache=cache or cache_folder())
+    home = folder.resolve()
+    name = home.parent.name if home.name == "environment" else home.name  # a task keeps its image in its folder `environment`
+    name = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-") or "image"
+    return Image(name=name, recipe=recipe, cache=cache or cache_folder())
 
 
 def _read(path: Path) -> ImageRecipe:
@@ -132,36 +141,32 @@ def _read(path: Path) -> ImageRecipe:
         raise UserError(f"{path} cannot be read: {error}", fix=example) from None
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        wrong = dict.fromkeys(str(item["loc"][0]) for item in error.errors())
-        raise UserError(f"{path}: {lines}", fix="; ".join(_FORMS.get(key, f"remove {key}; known keys: {_KEYS}") for key in wrong)) from None
+        keys = dict.fromkeys(str(item["loc"][0]) for item in error.errors())
+        raise UserError(f"{path}: {lines}", fix="; ".join(_FORMS.get(key, f"remove {key}; known keys: {_KEYS}") for key in keys)) from None
     except ValueError as error:
         raise UserError(f"{path} {error}", fix=example) from None
 
 
-def _name(folder: Path) -> str:
-    """An image's name: that of its folder, or of its task where the folder is a task's `environment`."""
-    name = folder.parent.name if folder.name == "environment" else folder.name
-    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-") or "image"
-
-
 def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
-    """Path of the image's file tree as a tar archive, built when it is not in the cache (minutes the first time)."""
+    """Path of the image's file tree as a tar archive. Builds it unless it is cached (minutes the first time)."""
     if image.tarball.exists():
         return image.tarball
     with locked(image):
-        if not image.tarball.exists():
-            if isinstance(image.recipe, BuildContext):
-                ensure_built(image, progress)
-                progress(f"exporting the file tree of sandbox image {image.name} from Docker")
-                _export(image)
-            else:
-                progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
-                _build(image)
+        if image.tarball.exists():
+            pass
+        elif isinstance(image.recipe, BuildContext):
+            ensure_built(image, progress)
+            progress(f"exporting the file tree of sandbox image {image.name} from Docker")
+            with _part(image.tarball) as part:
+                builds.export(image.built_tag, part)
+        else:
+            progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
+            _build(image)
     return image.tarball
 
 
 def ensure_built(image: Image, progress: Progress = no_progress) -> None:
-    """Has the Docker daemon build the image's Dockerfile if it has not yet (see `agentrl.sandbox.builds.ensure_built`)."""
+    """Builds the image's Dockerfile unless the Docker daemon has it (see `agentrl.sandbox.builds.ensure_built`)."""
     assert isinstance(image.recipe, BuildContext)
     with locked(image, "build"):
         builds.ensure_built(image.built_tag, image.recipe, progress)
@@ -175,29 +180,75 @@ def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
     with locked(image):
         if not image.rootfs.exists():
             progress(f"unpacking sandbox image {image.name}")
-            beside = image.folder / f"rootfs.{os.getpid()}"
-            beside.mkdir(mode=0o755)
-            _run(
-                ["tar", "--extract", f"--file={tarball}", f"--directory={beside}", "--anchored", "--exclude=./dev/*", "--exclude=dev/*"],
-                beside,
-            )
-            beside.rename(image.rootfs)
+            with _part(image.rootfs) as part:
+                part.mkdir(mode=0o755)
+                excluded = ("--anchored", "--exclude=./dev/*", "--exclude=dev/*")
+                _run(["tar", "--extract", f"--file={tarball}", f"--directory={part}", *excluded])
     return image.rootfs
 
 
+def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
+    """The image's tag, after making sure that the Docker daemon has it. Blocking; may take minutes the first time."""
+    if docker_client.daemon_state(PREPARE_S) == "silent":
+        raise docker_client.silent_daemon_error()
+    with docker_client.connection() as api:
+        if builds.has_image(api, image.tag):
+            return image.tag
+        with locked(image, "docker"):
+            if not builds.has_image(api, image.tag) and not _tagged(api, image, progress):
+                tarball = ensure_tarball(image, progress)
+                progress(f"importing sandbox image {image.name} into Docker")
+                repository, version = image.tag.split(":")
+                output = api.import_image_from_file(str(tarball), repository=repository, tag=version)
+                for line in str(output).splitlines():
+                    if line.startswith("{") and "error" in (message := json.loads(line)):
+                        raise SandboxError(f"docker import of {tarball} failed: {message['error']}")
+    return image.tag
+
+
+def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
+    """Tags the image that the daemon has built or pulled. False if its file tree must be imported instead."""
+    source = image.built_tag
+    if isinstance(image.recipe, BuildContext):
+        ensure_built(image, progress)
+        if not builds.usable_as_is(source):
+            return False
+    else:
+        source = image.recipe.pull
+        if not source or not _pulled(image, source, progress):
+            return False
+    api.tag(source, *image.tag.split(":"))
+    return True
+
+
+def _pulled(image: Image, reference: str, progress: Progress) -> bool:
+    """Tries to pull `reference`. False if the registry does not answer or does not have it."""
+    progress(f"pulling {reference} for sandbox image {image.name}")
+    api = docker.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION, timeout=_PULL_S)
+    try:
+        api.pull(reference)
+        builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
+    except (APIError, requests.RequestException) as error:
+        progress(f"{reference} cannot be pulled ({str(error)[:120]}); building instead")
+        return False
+    finally:
+        api.close()
+    return True
+
+
 def record_use(file: Path) -> None:
-    """Records, at most once an hour, that a file of an image is in use; records nothing in a cache this user cannot write to."""
+    """Updates the time of a file in use, at most once an hour. Does nothing in a cache that this user cannot write to."""
     with suppress(OSError):
-        if file.stat().st_mtime < time.time() - NOTE_S:
+        if file.stat().st_mtime < time.time() - _RECORD_USE_S:
             os.utime(file)
 
 
 @contextmanager
-def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
-    """Holds one of the image's inter-process locks; it is released when its holder dies. Not re-entrant."""
+def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
+    """Holds one of the image's inter-process locks, which ends with its process. Not re-entrant."""
     image.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
-    with open(image.folder / f"{what}.lock", "w") as lock:
+    with open(image.folder / f"{name}.lock", "w") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,22 +258,28 @@ def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60
                     raise UserError(
                         f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"end it, or remove {image.folder}"
                     ) from None
-                cancellation.raise_if_cancelled()
+                waiting.raise_if_cancelled()
                 time.sleep(0.2)
         yield
 
 
-def _export(image: Image) -> None:
-    beside = image.folder / f"base.{os.getpid()}.tar"
+@contextmanager
+def _part(path: Path) -> Iterator[Path]:
+    """A temporary path, renamed to `path` after the block, or removed if it raises."""
+    part = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        builds.export(image.built_tag, beside)
+        yield part
+        part.rename(path)
     except BaseException:
-        _remove(beside)
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
         raise
-    beside.rename(image.tarball)
 
 
 def _build(image: Image) -> None:
+    """Builds the file tree from Debian packages. Raises `UserError` if it fails, or has no python3 for the exec server."""
     recipe = image.recipe
     assert isinstance(recipe, ImageRecipe)
     if shutil.which("mmdebstrap") is None:
@@ -230,78 +287,55 @@ def _build(image: Image) -> None:
             f"sandbox image {image.name!r} must be built, and mmdebstrap is not installed",
             fix="apt-get install mmdebstrap  (as root)" + ("" if recipe.pull else '; or give image.toml a `pull = "..."` reference'),
         )
-    beside = image.folder / f"base.{os.getpid()}.tar"
-    folders = " ".join(f'"$1/{path}"' for path in MOUNT_POINTS)
-    command = ["mmdebstrap", f"--variant={recipe.variant}", f"--include={','.join(recipe.packages)}"]
-    command += [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
-    command += [f"--customize-hook=mkdir -p {folders}", recipe.suite, str(beside)]
-    _run([*_own_mounts(), *command], beside)
-    _check_python(beside, image.name)
-    beside.rename(image.tarball)
+    with _part(image.tarball) as part:
+        folders = " ".join(f'"$1/{path}"' for path in _MOUNT_POINTS)
+        command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(recipe.packages)}"]
+        command += [f"--dpkgopt=path-exclude={pattern}" for pattern in _EXCLUDED]
+        command += [f"--customize-hook=mkdir -p {folders}", recipe.suite, str(part)]
+        _run([*_private_mounts(), *command])
+        listing = subprocess.run(["tar", "-tvf", str(part), "--occurrence=1", "./usr/bin/python3"], capture_output=True, check=False)
+        version = re.search(rb"-> python3\.(\d+)\s", listing.stdout)
+        if version is None or int(version[1]) < 9:
+            problem = "no python3" if version is None else f"python3.{int(version[1])}"
+            raise UserError(
+                f"sandbox image {image.name}: its packages include {problem}; the exec server needs python3 3.9 or later",
+                fix='add "python3" to packages in image.toml, or name a newer suite',
+            )
 
 
-def _own_mounts() -> list[str]:
-    """Words before a command whose mounts nobody else should see, and which are gone with it, however it ends; none without the right."""
-    words = ["unshare", "--mount", "--propagation", "private"]
+def _private_mounts() -> list[str]:
+    """A command prefix that hides the mounts of a command from other processes, and removes them when it ends; empty without the right."""
+    prefix = ["unshare", "--mount", "--propagation", "private"]
     try:
-        allowed = subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+        allowed = subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
     except OSError:
         allowed = False
-    return words if allowed else []
+    return prefix if allowed else []
 
 
-def _check_python(tarball: Path, name: str) -> None:
-    """Raises `UserError`, and removes the tree, when one made of Debian packages has no python3 that the exec server runs on."""
-    listing = subprocess.run(["tar", "-tvf", str(tarball), "--occurrence=1", "./usr/bin/python3"], capture_output=True, check=False)
-    version = re.search(rb"-> python3\.(\d+)\s", listing.stdout)
-    if version is None or int(version[1]) < 9:
-        _remove(tarball)
-        problem = "no python3" if version is None else f"python3.{int(version[1])}"
-        raise UserError(
-            f"sandbox image {name}: its packages include {problem}; the exec server needs python3 3.9 or later",
-            fix='add "python3" to packages in image.toml, or name a newer suite',
-        )
-
-
-def _run(command: list[str], target: Path) -> None:
-    """Runs a build step in its own process group with a deadline; on failure nothing half-built is left."""
-    try:
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        ) as process:
-            try:
-                output = _output(process)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-    except subprocess.TimeoutExpired:
-        _remove(target)
-        raise UserError(f"{command[0]} did not finish in {BUILD_S:.0f} s", fix="check that the package mirror answers") from None
-    except BaseException:
-        _remove(target)
-        raise
+def _run(command: list[str]) -> None:
+    """Runs a build step in a new process group with a deadline. Raises `UserError` if it fails."""
+    deadline = time.monotonic() + BUILD_S
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, _ = process.communicate(timeout=_LOOK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    waiting.raise_if_cancelled()
+                    if time.monotonic() > deadline:
+                        raise UserError(
+                            f"{command[0]} did not finish in {BUILD_S:.0f} s", fix="check that the package mirror answers"
+                        ) from None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     if process.returncode != 0:
-        _remove(target)
         tail = "\n".join(output.decode("utf-8", "replace").splitlines()[-12:])
         raise UserError(
             f"{' '.join(command)} failed with status {process.returncode}:\n{tail}",
             fix="check suite and packages in image.toml, that the package mirror answers, and the free disk space",
         )
-
-
-def _output(process: subprocess.Popen[bytes]) -> bytes:
-    deadline = time.monotonic() + BUILD_S
-    while True:
-        try:
-            return process.communicate(timeout=LOOK_S)[0]
-        except subprocess.TimeoutExpired:
-            cancellation.raise_if_cancelled()
-            if time.monotonic() > deadline:
-                raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Who owns a sandbox: the driver process, named so that anyone on the machine can tell later whether it still lives.
+"""Leases: identities of driver processes, from which any process can tell later whether the owner of a sandbox still runs.
 
-A lease is `<boot>-<pid>-<start time>`: no other process, before or after, ever has the same one. Each driver keeps one folder
-per sandbox in `<runtime>/<lease>/`, and marks its containers with the lease as a label.
+A lease is `<boot>-<pid>-<start time>`, which no other process ever has. Each driver keeps one folder per sandbox in
+`<runtime>/<lease>/`, and labels its containers with the lease.
 """
 
 from __future__ import annotations
@@ -22,23 +22,19 @@ from agentrl.errors import SandboxError
 
 _LEASE = re.compile(r"[0-9a-f]{8}-([0-9]{1,10})-([0-9]{1,20})")
 _numbers = itertools.count()
-_making = threading.Lock()  # a lease's folder is not removed while one is made in it
+_creating = threading.Lock()  # a lease's folder is not removed while a folder is being created in it
 _stuck: set[Path] = set()
-"""Folders that could not be removed: where no descriptor is free nothing can be. Each is tried again with the next one."""
-
-
-@functools.cache
-def _lease_of(pid: int) -> str:
-    return f"{_boot()}-{pid}-{_start_time(pid)}"
+"""Folders that could not be removed, for example without a free descriptor. Each later removal retries them."""
 
 
 def lease() -> str:
     """This process's lease."""
-    return _lease_of(os.getpid())
+    pid = os.getpid()
+    return f"{_boot()}-{pid}-{_start_time(pid)}"
 
 
 def alive(other: str) -> bool:
-    """Whether the process that holds `other` still runs. Text that is no lease counts as alive: it is not ours to judge."""
+    """Whether the process with the lease `other` still runs. True for text that is not a lease, because it may not be ours."""
     match = _LEASE.fullmatch(other)
     if match is None:
         return True
@@ -46,12 +42,12 @@ def alive(other: str) -> bool:
 
 
 def sandbox_name() -> str:
-    """A name no other sandbox of this machine has: `agentrl-<lease>-<number>`."""
+    """A new name, unique on this machine: `agentrl-<lease>-<number>`."""
     return f"agentrl-{lease()}-{next(_numbers)}"
 
 
 def runtime_folder() -> Path:
-    """Where drivers of this user keep sockets of open sandboxes: short, private, gone after a reboot."""
+    """The private folder for sockets of this user's open sandboxes. Its path is short, and it does not survive a reboot."""
     if os.geteuid() == 0:
         folder = Path("/run/agentrl")
     else:
@@ -60,15 +56,15 @@ def runtime_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise SandboxError(f"{folder} must be a folder of this user's own with mode 0700")
+        raise SandboxError(f"{folder} must be a folder that belongs to this user, with mode 0700; correct or remove it")
     return folder
 
 
 @contextlib.asynccontextmanager
 async def sandbox_folder(name: str) -> AsyncIterator[Path]:
-    """Makes the runtime folder of a sandbox; removed again when the block raises, in a thread that a second cancellation does not stop."""
+    """Creates the runtime folder of a sandbox. Removes it if the block raises, in a thread that a second cancellation does not stop."""
     folder = runtime_folder() / lease() / name
-    with _making:
+    with _creating:
         folder.mkdir(parents=True)
     try:
         yield folder
@@ -78,12 +74,12 @@ async def sandbox_folder(name: str) -> AsyncIterator[Path]:
 
 
 def write_run_label(folder: Path, backend: str, run_label: str) -> None:
-    """Notes in a sandbox's folder what `agentrl sandbox ls` shows."""
+    """Writes what `agentrl sandbox ls` shows of a sandbox to its folder."""
     (folder / "run").write_text(f"{backend}\n{run_label}")
 
 
 def read_run_label(folder: Path) -> tuple[str, str]:
-    """(backend, run label) of a sandbox's folder; empty while it is being made or removed."""
+    """(backend, run label) of a sandbox's folder. Both are empty while it is being created or removed."""
     try:
         backend, _, run_label = (folder / "run").read_text().partition("\n")
     except FileNotFoundError:
@@ -92,11 +88,11 @@ def read_run_label(folder: Path) -> tuple[str, str]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a sandbox's runtime folder, and its lease's when that was the last one. Blocking: it waits for a disk."""
+    """Removes a sandbox's runtime folder, and its lease's folder after the last one. Blocking."""
     for path in (folder, *_stuck):
         shutil.rmtree(path, ignore_errors=True)
         (_stuck.add if path.exists() else _stuck.discard)(path)
-    with contextlib.suppress(OSError), _making:
+    with contextlib.suppress(OSError), _creating:
         folder.parent.rmdir()
 
 
@@ -106,9 +102,9 @@ def _boot() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which the process started; None when there is none or it is a zombie."""
+    """Clock ticks after boot at which the process started. None if it does not exist or is a zombie."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if text[0] in "ZX" else int(text[19])
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,4 +1,4 @@
-"""A sandbox spec turned into what the kernel is told: the same numbers for every backend."""
+"""Kernel limits of a sandbox, computed from its spec. Both backends use these numbers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from typing import Any
 
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import egress, seccomp
+from agentrl.sandbox.inside.isolation import PERIOD_US
 from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20
 RESERVED_BYTES = 48 * MEBIBYTE
-"""Memory that files never take: the exec server and the start of one program fit in it."""
-SMALLEST_DISK = 4 * MEBIBYTE
-INODES_PER_MEBIBYTE = 40
+"""Memory that files cannot take: enough for the exec server and the start of one program."""
 INODE_BYTES = 1100
 """Kernel memory of an empty file: its inode and its name."""
 WRITABLE_FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
-AGENT_USERS, SERVER_USERS, USERS = 0x70000000, 0x78000000, 0x07FFFFFF
-"""User ids of agents and of exec servers, from a range that systemd's table of ids keeps free (systemd.io/UIDS-GIDS)."""
 CORES_FILE = "/sys/devices/system/cpu/online"
-"""Where the C library counts cores, whatever cores a program may run on."""
-QUEUED_SIGNALS, QUEUE_BYTES = 4096, 262_144
-SOCKET_SHARE = 8
-"""What TCP and UDP hold in buffers may be this part of a sandbox's memory, and comes on top where the kernel counts it apart (v1)."""
+"""The C library counts the machine's cores here, whatever cores a program may run on."""
 MAX_TERMINALS = 16
-"""Pseudo terminals of a sandbox. The machine has 3,072 for all (`kernel.pty.max` without `kernel.pty.reserve`)."""
+"""Pseudo terminals of a sandbox. The machine has 3,072 in total (`kernel.pty.max` minus `kernel.pty.reserve`)."""
 TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={MAX_TERMINALS}"
 NETWORK_SETTINGS = {
     "net.ipv4.tcp_rmem": "4096 16384 262144",
     "net.ipv4.tcp_wmem": "4096 16384 262144",
     "net.ipv4.tcp_max_tw_buckets": "4096",
 }
-"""Of a sandbox's own network namespace. A connection that nobody has accepted yet is charged to nobody, and keeps to the second size."""
+"""Settings of a sandbox's network namespace. A connection that is not accepted yet is charged to no process; its buffer keeps the
+second size."""
+AGENT_USERS, SERVER_USERS = 0x70000000, 0x78000000
+"""First user id of agents and of exec servers, in a range that systemd leaves free (systemd.io/UIDS-GIDS)."""
 
-CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 5, 6, 7, 24
+_USER_RANGE = 0x07FFFFFF
+_MIN_DISK_BYTES = 4 * MEBIBYTE
+_INODES_PER_MEBIBYTE = 40
+_SOCKET_SHARE = 8  # TCP and UDP buffers may take this fraction of the memory; cgroup v1 counts them in addition to it
+_LIMITS = {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 4096, "RLIMIT_MSGQUEUE": 262_144}
+_CAPABILITIES = {"KILL": 5, "SETGID": 6, "SETUID": 7}
+_CAP_SYS_RESOURCE = 24
 
-_turns = itertools.count()
+_next_core = itertools.count()
 
 
 def shared_memory_bytes(spec: SandboxSpec) -> int:
@@ -50,69 +53,77 @@ def shared_memory_bytes(spec: SandboxSpec) -> int:
 
 
 def disk_bytes(spec: SandboxSpec) -> int:
-    """Size of the working directory, and of /tmp. They are memory, so that both full must leave room to go on."""
-    room = (
-        spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
-    ) // 2
-    return min(spec.disk_mb * MEBIBYTE, max(room, SMALLEST_DISK))
+    """Size of the working directory, and of /tmp. Both are in memory; when both are full, `RESERVED_BYTES` must remain."""
+    free = spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
+    return min(spec.disk_mb * MEBIBYTE, max(free // 2, _MIN_DISK_BYTES))
 
 
 def max_inodes(spec: SandboxSpec) -> int:
-    """Files and folders that each of the writable folders may hold: an empty one still takes kernel memory."""
-    return INODES_PER_MEBIBYTE * spec.memory_mb
+    """Number of files and folders that each writable folder may hold. Empty ones take kernel memory too."""
+    return _INODES_PER_MEBIBYTE * spec.memory_mb
 
 
 def socket_bytes(spec: SandboxSpec) -> int:
-    """Buffers of TCP and UDP together."""
-    return spec.memory_mb * MEBIBYTE // SOCKET_SHARE
+    """Size of all TCP and UDP buffers together."""
+    return spec.memory_mb * MEBIBYTE // _SOCKET_SHARE
+
+
+def group_limits(spec: SandboxSpec, helpers: int) -> dict[str, int]:
+    """Limits of the control group of a sandbox in which `helpers` of our processes run too."""
+    return {
+        "memory": spec.memory_mb * MEBIBYTE,
+        "processes": spec.processes + helpers,
+        "cpu_us": int(spec.cpus * PERIOD_US),
+        "sockets": socket_bytes(spec),
+    }
 
 
 def system_files(options: dict[str, Any]) -> dict[str, str]:
-    """The files that tell programs who they are and what they have: path in the sandbox -> content."""
-    agent, home = options["agent"], HOME
+    """System files that write_system_files the sandbox to its programs: path in the sandbox -> content."""
+    agent = options["agent"]
     passwd = (
-        f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{home}:/bin/sh\n"
+        f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{HOME}:/bin/sh\n"
         "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
     )
     return {"/etc/passwd": passwd, CORES_FILE: ",".join(map(str, options["cores"])) + "\n"}
 
 
 def write_system_files(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
-    """Writes the files of `system_files` to `folder`; gives where in the sandbox each is shown."""
-    shown = {}
+    """Writes the files of `system_files` to `folder`. Returns path in the sandbox -> path on the host."""
+    written = {}
     for path, text in system_files(options).items():
-        shown[path] = folder / PurePath(path).name
-        shown[path].write_text(text)
-    return shown
+        written[path] = folder / PurePath(path).name
+        written[path].write_text(text)
+    return written
 
 
 def cores(spec: SandboxSpec) -> list[int]:
-    """The cores of one sandbox, as many as its CPU time fills: the next ones in turn of those that this process may use."""
+    """The cores of one sandbox, `ceil(spec.cpus)` at most. Successive calls rotate through the cores that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
     count = min(len(usable), math.ceil(spec.cpus))
-    first = next(_turns) * count
+    first = next(_next_core) * count
     return sorted(usable[(first + number) % len(usable)] for number in range(count))
 
 
 @functools.cache
 def server_capabilities() -> dict[str, int]:
-    """Capabilities (name -> number) that the exec server keeps: to end programs of another user, and to become that user.
+    """Capabilities (name -> number) that the exec server keeps, to end programs of another user and to become that user.
 
-    With SYS_RESOURCE a program cannot make itself a less likely victim than the server when memory runs out. Some machines do
-    not have it to give; it is asked for where this process could have it.
+    SYS_RESOURCE prevents a program from becoming a less likely victim than the server when memory runs out. It is included only
+    if this process may have it, because some machines withhold it.
     """
-    rights = {"KILL": CAP_KILL, "SETGID": CAP_SETGID, "SETUID": CAP_SETUID}
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return rights | ({"SYS_RESOURCE": CAP_SYS_RESOURCE} if int(status["CapBnd"], 16) >> CAP_SYS_RESOURCE & 1 else {})
+    available = int(status["CapBnd"], 16) >> _CAP_SYS_RESOURCE & 1
+    return _CAPABILITIES | ({"SYS_RESOURCE": _CAP_SYS_RESOURCE} if available else {})
 
 
 def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dict[str, Any]:
-    """The start options of the exec server of sandbox `name`; `grouped` if the sandbox has a control group for CPU time.
+    """The start options of the exec server of sandbox `name`. `grouped`: the sandbox has a control group for CPU time.
 
-    The users belong to this sandbox alone, because the kernel counts some things for each user of the machine: inotify
-    instances, queued signals, bytes in queues and pipes. A hash of the name is enough: should two ever meet, they share a count.
+    Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user.
+    They are derived from a hash of the name; if two sandboxes collide, they only share those counts.
     """
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % USERS
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _USER_RANGE
     return {
         "agent": AGENT_USERS + number,
         "server": SERVER_USERS + number,
@@ -120,6 +131,6 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
         "cores": cores(spec),
         "open_files": spec.open_files,
         "grouped": grouped,
-        "limits": {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": QUEUED_SIGNALS, "RLIMIT_MSGQUEUE": QUEUE_BYTES},
+        "limits": dict(_LIMITS),
         "filter": seccomp.filter_program().hex() if seccomp.supported() else "",
     } | egress.server_options(spec)

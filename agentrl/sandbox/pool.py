@@ -1,7 +1,6 @@
-"""A pool in front of any backend: sandboxes kept ready ahead of need, and a bound on how many are in use.
+"""A pool in front of any backend: it keeps sandboxes ready, and limits how many are in use.
 
-A sandbox from the pool is handed out once and never returned to it: `close` destroys it. While callers work, the pool opens
-replacements in the background, a few at a time.
+A sandbox leaves the pool once and never returns: `close` destroys it. Replacements open in the background, a few at a time.
 """
 
 from __future__ import annotations
@@ -10,75 +9,49 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Protocol
 
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
-from agentrl.protocols import Sandbox
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols.forwarding import ForwardingSandbox
 from agentrl.records import SandboxSpec
 
 log = logging.getLogger(__name__)
 
-MAX_FILLING = 2
 MAX_SPECS = 4
-"""Specs kept ready at once; the one unused for longest gives way."""
-MAX_REFILL_FAILURES = 3
-"""Failed refills in a row after which a spec is not refilled until the next one is asked for."""
-
-
-class PoolableSandbox(Sandbox, Protocol):
-    """What the pool needs besides the protocol."""
-
-    async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files in one round trip; with none, shows that the sandbox answers."""
-        ...
-
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, after the sandbox is destroyed."""
-        ...
-
-
-class PoolableBackend(Protocol):
-    """A `SandboxBackend` whose sandboxes can be pooled."""
-
-    name: str
-
-    async def prepare(self, spec: SandboxSpec) -> None: ...
-
-    async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
-    ) -> PoolableSandbox: ...
-
-    async def close(self) -> None: ...
+"""Specs kept ready at once. The least recently used one gives way."""
+_MAX_FILLING = 2
+_MAX_REFILL_FAILURES = 3  # in a row; then a spec is not refilled until a caller requests it again
+_ANSWER_S = 60.0
 
 
 class WarmPool:
-    """Keeps `warm` sandboxes of each spec ready and lets callers have `max_open` in use; the next caller waits its turn.
+    """A `SandboxBackend` that keeps `warm` sandboxes of each spec ready and lets callers use `max_open`; further callers wait.
 
-    At most `max_open + MAX_SPECS * warm` sandboxes exist. It is itself a `SandboxBackend`.
+    At most `max_open + MAX_SPECS * warm` sandboxes exist.
     """
 
-    def __init__(self, backend: PoolableBackend, *, warm: int = 8, max_open: int = 64, fill_timeout_s: float = 60.0) -> None:
+    def __init__(self, backend: SandboxBackend, *, warm: int = 8, max_open: int = 64, fill_timeout_s: float = 60.0) -> None:
         self.name = backend.name
         self._backend = backend
         self._warm = warm
         self._fill_timeout_s = fill_timeout_s
         self._slots = asyncio.Semaphore(max_open)
-        self._filling = asyncio.Semaphore(MAX_FILLING)
-        self._ready: OrderedDict[SandboxSpec, deque[PoolableSandbox]] = OrderedDict()
+        self._filling = asyncio.Semaphore(_MAX_FILLING)
+        self._ready: OrderedDict[SandboxSpec, deque[Sandbox]] = OrderedDict()
         self._coming: dict[SandboxSpec, int] = {}
         self._failures: dict[SandboxSpec, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Prepares the image and begins to fill the pool with `spec`."""
+        """Prepares the image and starts to fill the pool with `spec`."""
         await self._backend.prepare(spec)
         self._refill(spec)
 
     async def open(
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
     ) -> Sandbox:
-        """A ready sandbox when there is one, else a new one. `SandboxTimeout` when none is to be had in `timeout_s`, waiting included."""
+        """A ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, waiting for a slot included."""
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed")
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -95,13 +68,12 @@ class WarmPool:
         except BaseException:
             self._slots.release()
             raise
-        sandbox.when_closed(self._slots.release)
         self._failures.pop(spec, None)
         self._refill(spec)
-        return sandbox
+        return _PooledSandbox(sandbox, self._slots.release)
 
     async def close(self) -> None:
-        """Closes every sandbox, ready or in use, and the backend. Idempotent; carried through even when the caller is cancelled."""
+        """Closes every sandbox, ready or in use, and the backend. Idempotent. Completes even if the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close {self.name} pool")
         await asyncio.shield(self._closing)
@@ -113,17 +85,17 @@ class WarmPool:
         self._ready.clear()
         await self._backend.close()
 
-    async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> PoolableSandbox | None:
-        """A ready sandbox that has taken the files, so that it is known to answer; ones that died waiting, or stand still, are put away.
+    async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> Sandbox | None:
+        """A ready sandbox, after writing `files` to it, which shows that it answers. Closes those that do not.
 
-        Each gets half of the time that is left, so that there is some for a new one in the end.
+        Each gets half of the remaining time, so that some is left to open a new one.
         """
         ready = self._ready.get(spec)
         while ready:
             sandbox = ready.popleft()
             try:
                 async with asyncio.timeout((deadline - asyncio.get_running_loop().time()) / 2):
-                    await sandbox.write_all(files)
+                    await _write(sandbox, files)
             except (SandboxError, TimeoutError) as error:
                 log.warning("a ready sandbox no longer answers: %s", error)
                 self._spawn(sandbox.close())
@@ -135,7 +107,7 @@ class WarmPool:
         return None
 
     def _refill(self, spec: SandboxSpec) -> None:
-        """Starts as many openings as `spec` lacks."""
+        """Opens the missing ready sandboxes of `spec` in the background."""
         if self._closing is not None or self._warm == 0:
             return
         ready = self._ready.setdefault(spec, deque())
@@ -151,10 +123,10 @@ class WarmPool:
     async def _fill(self, spec: SandboxSpec) -> None:
         try:
             async with self._filling:
-                if self._failures.get(spec, 0) >= MAX_REFILL_FAILURES:
+                if self._failures.get(spec, 0) >= _MAX_REFILL_FAILURES:
                     return
                 sandbox = await self._backend.open(spec, timeout_s=self._fill_timeout_s)
-        except AgentRLError as error:  # callers open their own, and see the error there if it lasts
+        except AgentRLError as error:  # callers open their own sandboxes, and see the error there if it persists
             self._failures[spec] = self._failures.get(spec, 0) + 1
             log.warning("a sandbox could not be opened ahead of need: %s", error)
             return
@@ -170,3 +142,35 @@ class WarmPool:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class _PooledSandbox(ForwardingSandbox):
+    """A sandbox in use, whose slot is released once it is closed."""
+
+    def __init__(self, sandbox: Sandbox, release: Callable[[], None]) -> None:
+        super().__init__(sandbox)
+        self._release = release
+        self._closing: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """See `Sandbox.close`. Completes even if the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close pooled sandbox {self.id}")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await self._sandbox.close()
+        finally:
+            self._release()
+
+
+async def _write(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
+    """Writes files, in one round trip if the sandbox has `write_all`. Raises `SandboxError` if the sandbox does not answer."""
+    if (write_all := getattr(sandbox, "write_all", None)) is not None:
+        await write_all(files)
+        return
+    for path, data in files.items():
+        await sandbox.write(path, data)
+    if not files and not (await sandbox.python("pass", timeout_s=_ANSWER_S)).ok:
+        raise SandboxError(f"sandbox {sandbox.id} no longer runs programs")

@@ -1,7 +1,7 @@
-"""What is open on this machine, and the removal of what dead drivers left behind.
+"""Lists the sandboxes that are open on this machine, and removes what dead drivers left behind.
 
-A driver that is killed leaves containers that nobody closes. (Bubblewrap sandboxes die with their driver; of those only folders
-and control groups stay.) Every sandbox carries its driver's lease, so anyone can tell the dead from the living.
+A killed driver leaves containers behind. Bubblewrap sandboxes end with their driver; only their folders and control groups remain. Each
+sandbox carries the lease of its driver, which tells whether that driver still runs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import requests
-from docker.errors import DockerException
-
-from agentrl.sandbox import cgroups, docker, docker_client
+from agentrl.sandbox import cgroups, docker_client
 from agentrl.sandbox.lease import alive, read_run_label, runtime_folder
 
 
@@ -22,44 +19,38 @@ class OpenSandbox:
     """A sandbox on this machine: `OpenSandbox(name="agentrl-...-0", backend="docker", run="quickstart", driver_alive=False)`."""
 
     name: str
-    backend: str  # "docker", "bubblewrap", or "container" for one that sandboxes of the Docker backend share
+    backend: str  # "docker", "bubblewrap", or "container" for one that several Docker sandboxes share
     run: str
     driver_alive: bool
 
 
 def list_open() -> list[OpenSandbox]:
-    """Every sandbox of this user's drivers, those of dead drivers included.
-
-    Raises `SandboxError` when the daemon misbehaves, `SandboxTimeout` when it is there and does not answer.
-    """
-    found: dict[str, OpenSandbox] = {}
-    for folder in _folders():
-        lease = folder.parent.name
-        backend, run = read_run_label(folder)
-        found[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(lease))
+    """Every sandbox of this user's drivers, dead ones included. Raises `SandboxError`, or `SandboxTimeout` if the daemon is silent."""
+    sandboxes: dict[str, OpenSandbox] = {}
+    for driver in _subfolders(runtime_folder()):
+        for folder in _subfolders(driver):
+            backend, run = read_run_label(folder)
+            sandboxes[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(driver.name))
     for name, labels in _containers().items():
         lease = labels.get(docker_client.LABEL_LEASE, "")
         backend = "container" if docker_client.LABEL_SHARED in labels else "docker"
-        found[name] = OpenSandbox(name=name, backend=backend, run=labels.get(docker_client.LABEL_RUN, ""), driver_alive=alive(lease))
-    return sorted(found.values(), key=lambda sandbox: sandbox.name)
+        sandboxes[name] = OpenSandbox(name=name, backend=backend, run=labels.get(docker_client.LABEL_RUN, ""), driver_alive=alive(lease))
+    return sorted(sandboxes.values(), key=lambda sandbox: sandbox.name)
 
 
 def prune() -> int:
-    """Removes everything of dead drivers: containers, folders, control groups. Gives how many sandboxes that was. Blocking."""
+    """Removes the containers, folders and control groups of dead drivers. Returns the number of sandboxes. Blocking."""
     dead = {sandbox.name for sandbox in list_open() if not sandbox.driver_alive}
-    try:
-        for name in dead & _containers().keys():
-            docker.remove(name)
-    except (DockerException, requests.RequestException) as error:
-        raise docker_client.daemon_error(error) from error
-    for driver in _inside(runtime_folder()):
+    for name in dead & _containers().keys():
+        docker_client.remove(name)
+    for driver in _subfolders(runtime_folder()):
         if not alive(driver.name):
             shutil.rmtree(driver, ignore_errors=True)
     hierarchy = cgroups.find_hierarchy()
     if hierarchy is not None:
         for name in hierarchy.names():
             if not alive(lease_in_name(name)):
-                hierarchy.group(name).remove()
+                hierarchy.remove(name)
                 dead.add(name)
     return len(dead)
 
@@ -69,13 +60,8 @@ def lease_in_name(name: str) -> str:
     return name.removeprefix("agentrl-").rpartition("-")[0]
 
 
-def _folders() -> list[Path]:
-    """Those of the sandboxes of all drivers."""
-    return [folder for driver in _inside(runtime_folder()) for folder in _inside(driver)]
-
-
-def _inside(folder: Path) -> list[Path]:
-    """The folders in `folder`; none when it has just gone, as one does with a driver's last sandbox."""
+def _subfolders(folder: Path) -> list[Path]:
+    """The folders in `folder`; none if it has just been removed, like a driver's folder with its last sandbox."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except FileNotFoundError:
@@ -83,4 +69,4 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _containers() -> dict[str, dict[str, str]]:
-    return docker.ask(lambda: docker.containers(docker_client.LABEL_LEASE), without={})
+    return docker_client.containers(docker_client.LABEL_LEASE) if docker_client.reachable() else {}

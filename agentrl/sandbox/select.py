@@ -1,8 +1,9 @@
-"""Chooses the sandbox backend of a run: one of those that ship, or anybody's. There is no fallback to the host."""
+"""Selection of a run's sandbox backend: a shipped or a user-supplied one. Programs never run on the host instead."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import sys
 from pathlib import Path
@@ -12,79 +13,70 @@ from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend
 from agentrl.sandbox import bubblewrap, docker_client, images, reaper
-from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
-from agentrl.sandbox.plain import PoolAdapter
 from agentrl.sandbox.pool import WarmPool
 
 log = logging.getLogger(__name__)
 
-START_DOCKER = f"sudo apt-get install docker.io crun && sudo {sys.executable} -m agentrl.sandbox.daemon start"
-RESTART_DOCKER = "sudo systemctl restart docker, or end that dockerd and start one"
-INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
-
-
-def open_auto(*, root: Path, run_label: str) -> DockerBackend | BubblewrapBackend:
-    """`select_backend("auto", ...)`."""
-    return select_backend("auto", run_label=run_label, root=root)
-
-
-def open_docker(*, root: Path, run_label: str) -> DockerBackend | BubblewrapBackend:
-    """`select_backend("docker", ...)`."""
-    return select_backend("docker", run_label=run_label, root=root)
-
-
-def open_bubblewrap(*, root: Path, run_label: str) -> DockerBackend | BubblewrapBackend:
-    """`select_backend("bubblewrap", ...)`."""
-    return select_backend("bubblewrap", run_label=run_label, root=root)
+_START_DOCKER = f"sudo apt-get install docker.io crun && sudo {sys.executable} -m agentrl.sandbox.daemon start"
+_RESTART_DOCKER = "sudo systemctl restart docker, or end that dockerd and start one"
+_INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
 
 
 def select_backend(
     name: str, *, run_label: str, root: Path, progress: images.Progress = images.no_progress
 ) -> DockerBackend | BubblewrapBackend:
-    """The backend of ours called `name`: `auto` is Docker when a local daemon answers, bubblewrap when that works, else
-    `SandboxUnavailable`. `UserError` for a name that none of ours has.
+    """The shipped backend `name`. `auto` is Docker if a local daemon answers, or bubblewrap if that works.
 
-    `root` is the folder that `SandboxSpec.image` is relative to; `run_label` marks what the run leaves open. Blocks for a
-    moment, never starts a daemon, and raises `SandboxUnavailable` with the command that puts it right.
+    Blocks for a moment and never starts a daemon. Raises `UserError` for an unknown name, and `SandboxUnavailable` with the command
+    that corrects the problem.
+
+    Args:
+        run_label: marks what the run leaves open.
+        root: the folder that `SandboxSpec.image` is relative to.
     """
     if name not in parts.BACKEND.shipped:
-        raise UserError(f"no sandbox backend {name!r} ships", fix=f"use {', '.join(parts.BACKEND.shipped)}")
+        raise UserError(f"unknown sandbox backend {name!r}", fix=f"use {', '.join(parts.BACKEND.shipped)}")
     daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
     if name == "docker":
+        silent = daemon == "silent"
         raise SandboxUnavailable(
-            f"no Docker daemon answers at {docker_client.daemon_address()}"
-            + (": one is there, takes connections and says nothing" if daemon == "silent" else ""),
-            fix=f"{RESTART_DOCKER if daemon == 'silent' else START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
+            f"no Docker daemon answers at {docker_client.daemon_address()}" + (": it accepts connections but is silent" if silent else ""),
+            fix=f"{_RESTART_DOCKER if silent else _START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
         )
     problem = bubblewrap.unavailable_reason()
     if not problem:
         return BubblewrapBackend(run_label=run_label, root=root, progress=progress)
     if name == "bubblewrap":
-        raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=INSTALL_BUBBLEWRAP)
+        raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=_INSTALL_BUBBLEWRAP)
     raise SandboxUnavailable(
-        f"programs cannot be isolated here: no Docker daemon at {docker_client.daemon_address()}, and bubblewrap does not work: {problem}",
-        fix=f"one of\n    {START_DOCKER}\n    {INSTALL_BUBBLEWRAP}",
+        f"programs cannot be isolated here: no Docker daemon answers at {docker_client.daemon_address()}, "
+        f"and bubblewrap does not work: {problem}",
+        fix=f"one of\n    {_START_DOCKER}\n    {_INSTALL_BUBBLEWRAP}",
     )
 
 
+open_auto = functools.partial(select_backend, "auto")
+open_docker = functools.partial(select_backend, "docker")
+open_bubblewrap = functools.partial(select_backend, "bubblewrap")
+
+
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
-    """The backend that a recipe names. Raises `SandboxUnavailable` for one of ours, `PluginError` for somebody's that is none."""
-    made: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
-    return made
+    """The backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` for an invalid user-supplied one."""
+    backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
+    return backend
 
 
 async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path) -> WarmPool:
-    """The sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it."""
-    made = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
-    backend = made if isinstance(made, ChannelBackend) else PoolAdapter(made)
+    """Opens the sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it."""
+    backend = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
     try:
         await asyncio.to_thread(reaper.prune)
     except SandboxError as error:
         if backend.name == "docker":
             raise
-        log.warning("what dead drivers left is not removed: %s", error)  # a daemon that this run does not use
+        log.warning("sandboxes of dead drivers are not removed: %s", error)  # the problem is a daemon that this run does not use
     return WarmPool(backend, warm=config.warm, max_open=config.max_open, fill_timeout_s=config.open_timeout_s)

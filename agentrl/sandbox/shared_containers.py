@@ -1,8 +1,8 @@
-"""Containers that several sandboxes share, as the driver sees them: a connection to each one's keeper, and who has which slot.
+"""ContainerPool that several sandboxes share: the connection to each container's keeper, and the allocation of slots.
 
-What costs in a container is the way through the daemon, a tenth of a second of CPU time; the isolation is cheap. So one container is the
-outer wall of up to `SLOTS` sandboxes at a time and `LIFETIME` in all, each of which has walls of its own inside it (see
-`agentrl.sandbox.inside.room`). A container that fails takes those with it that are in it, and no other.
+A container costs a tenth of a second of CPU time in the daemon, while isolation is cheap. So one container is the outer wall of up to
+`SLOTS` sandboxes at a time and `LIFETIME` in total, each of which is isolated from the others (see `agentrl.sandbox.inside.isolation`). A
+container that fails ends the sandboxes in it, and no others.
 """
 
 from __future__ import annotations
@@ -19,49 +19,50 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import SandboxError
+from agentrl.sandbox.lease import sandbox_name
 
 log = logging.getLogger(__name__)
 
 SLOTS = 16
 LIFETIME = 256
 KEEPER_BYTES = 64 << 20
-"""Memory that a container has besides its sandboxes'."""
+"""Memory of a container in addition to that of its sandboxes."""
 MAX_IDLE = 8
-"""Containers without a sandbox that are kept for the next one; the one unused for longest goes first."""
+"""ContainerPool without a sandbox that stay ready. The least recently used one is stopped first."""
 ENDING_S = 60.0
-"""How long a sandbox may take to end after its first process has been killed; then its container takes no further sandbox."""
-RETRY_S = 0.1
-PACKET = 1 << 17
-_SHORT_OF = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC)
+"""How long a killed sandbox may take to end. Then its container gets no further sandbox."""
+_RETRY_S = 0.1
+_PACKET = 1 << 17
+_SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC)
 
 
 class CannotShare(SandboxError):
-    """This machine's containers cannot hold sandboxes: the message says what is refused there."""
+    """The containers of this machine cannot hold several sandboxes. The message says what is not permitted."""
 
 
 @dataclass(slots=True)
 class SharedSandbox:
-    """A sandbox in a shared container. `failure`: what its first process said was in the way, and the kernel's number for it."""
+    """A sandbox in a shared container."""
 
     id: int
-    failure: str = ""
-    code: int | None = None
+    failure: str = ""  # why its first process could not start it
+    code: int | None = None  # the kernel's error number
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def refused(self) -> bool:
-        """Whether it failed for something that may meet every other one here, and not for want of anything."""
-        return bool(self.failure) and self.code not in _SHORT_OF
+        """Whether it failed for a reason that applies to other sandboxes too, rather than for a shortage."""
+        return bool(self.failure) and self.code not in _SHORTAGES
 
 
 class KeeperClient:
-    """The connection to the keeper of one container. The first thing out of order ends it, and with it everything in the container."""
+    """The connection to the keeper of one container. Any protocol violation closes it, and so ends everything in the container."""
 
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
         self.gone = asyncio.Event()
-        self.retired = False  # takes no further sandbox; the present ones continue
-        self.cannot = ""
+        self.retired = False  # gets no further sandbox; the present ones continue
+        self._problem = ""
         self._link = link
         self._rooms: dict[int, SharedSandbox] = {}
         self._numbers = itertools.count()
@@ -70,23 +71,23 @@ class KeeperClient:
         self._loop.add_reader(link, self._read)
 
     async def ready(self) -> None:
-        """Waits for the keeper's word; the caller bounds the wait. Raises `CannotShare`, `SandboxError`."""
+        """Waits until the keeper is ready. The caller sets the deadline. Raises `CannotShare` or `SandboxError`."""
         await self._ready.wait()
-        if self.cannot:
-            raise CannotShare(self.cannot)
+        if self._problem:
+            raise CannotShare(self._problem)
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} ended before it was ready")
 
-    def open(self, room: Mapping[str, Any], handed: Mapping[str, int]) -> SharedSandbox:
-        """Has a sandbox made that is handed these descriptors. What comes of it is seen at its own connection. Raises `SandboxError`."""
-        made = SharedSandbox(next(self._numbers))
-        if not self._asked({"op": "open", "id": made.id, "handed": list(handed), **room}, list(handed.values())):
+    def open(self, description: Mapping[str, Any], descriptors: Mapping[str, int]) -> SharedSandbox:
+        """Requests a sandbox, which gets these descriptors. Its own connection shows whether it starts. Raises `SandboxError`."""
+        room = SharedSandbox(next(self._numbers))
+        if not self._send({"op": "open", "id": room.id, "handed": list(descriptors), **description}, list(descriptors.values())):
             raise SandboxError(f"container {self.name} does not read its requests")
-        self._rooms[made.id] = made
-        return made
+        self._rooms[room.id] = room
+        return room
 
     async def end(self, room: SharedSandbox, patience_s: float) -> None:
-        """Returns once nothing of the sandbox is left; it is killed when `patience_s` are over. Raises `SandboxError`."""
+        """Waits `patience_s` for a sandbox to end, then kills it. Returns once nothing of it is left. Raises `SandboxError`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await room.ended.wait()
@@ -94,8 +95,8 @@ class KeeperClient:
             return
         try:
             async with asyncio.timeout(ENDING_S):
-                while not self._asked({"op": "end", "id": room.id}, []):
-                    await asyncio.sleep(RETRY_S)
+                while not self._send({"op": "end", "id": room.id}, []):
+                    await asyncio.sleep(_RETRY_S)
                 await room.ended.wait()
         except TimeoutError:
             self.retired = True
@@ -104,7 +105,7 @@ class KeeperClient:
             ) from None
 
     def close(self) -> None:
-        """Hangs up, which ends the container. Idempotent."""
+        """Closes the connection, which ends the container. Idempotent."""
         if not self.gone.is_set():
             self._loop.remove_reader(self._link)
             self._link.close()
@@ -114,8 +115,8 @@ class KeeperClient:
                 room.ended.set()
             self._rooms.clear()
 
-    def _asked(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
-        """Sends a request; False if the keeper has not read enough of the earlier ones, for example because it gets no CPU time."""
+    def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
+        """Sends a request. False if the keeper has too many unread ones, for example because it gets no CPU time."""
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} is gone")
         try:
@@ -124,15 +125,15 @@ class KeeperClient:
             return False
         except OSError as error:
             self.close()
-            raise SandboxError(f"container {self.name} takes no request: {error}") from error
+            raise SandboxError(f"container {self.name} accepts no request: {error}") from error
         return True
 
     def _read(self) -> None:
         try:
-            data = self._link.recv(PACKET)
+            data = self._link.recv(_PACKET)
             if not data:
                 raise SandboxError("it has ended")
-            self._heed(json.loads(data))
+            self._handle(json.loads(data))
         except BlockingIOError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SandboxError) as error:
@@ -140,35 +141,35 @@ class KeeperClient:
                 log.warning("container %s with %d sandboxes is gone: %s", self.name, len(self._rooms), error)
             self.close()
 
-    def _heed(self, said: Any) -> None:
-        if not isinstance(said, dict):
-            raise ValueError("no words of a keeper")
-        if "ready" in said or "cannot" in said:
-            self.cannot = str(said.get("cannot", ""))[:500]
+    def _handle(self, message: Any) -> None:
+        if not isinstance(message, dict):
+            raise ValueError("a message that is not an object")
+        if "ready" in message or "cannot" in message:
+            self._problem = str(message.get("cannot", ""))[:500]
             self._ready.set()
             return
-        room = self._rooms[said["id"]]
-        if "failed" in said:
-            room.failure, room.code = str(said["failed"])[:500], said["errno"]
+        room = self._rooms[message["id"]]
+        if "failed" in message:
+            room.failure, room.code = str(message["failed"])[:500], message["errno"]
         else:
             room.ended.set()
             del self._rooms[room.id]
 
 
 class Container:
-    """One shared container: its keeper, once that has said that it is ready, and how many slots of it are taken."""
+    """A shared container."""
 
     def __init__(self, name: str, starting: Awaitable[KeeperClient]) -> None:
         self.name = name
         self.starting = asyncio.ensure_future(starting)
-        self.taken = 0
-        self.served = 0
-        self.used = 0.0  # when a slot of it was given back last
-        self.starting.add_done_callback(lambda done: done.cancelled() or done.exception())  # marked as seen: the callers may have gone
+        self.taken = 0  # slots in use
+        self.served = 0  # sandboxes so far
+        self.used = 0.0  # when a slot was last released
+        self.starting.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
 
     @property
     def failed(self) -> bool:
-        """Whether it takes no further sandbox."""
+        """Whether it did not start, has ended, or gets no further sandbox."""
         if not self.starting.done():
             return False
         if self.starting.cancelled() or self.starting.exception() is not None:
@@ -177,25 +178,23 @@ class Container:
 
     @property
     def has_room(self) -> bool:
+        """Whether it can get another sandbox."""
         return self.taken < SLOTS and self.served < LIFETIME and not self.failed
 
 
-Start = Callable[[], Container]
-Stop = Callable[[Container], None]
-
-
 class ContainerPool:
-    """The shared containers of a backend, by what makes two sandboxes fit into one. `stop` is told of each that is done with."""
+    """The shared containers of a backend, by a key that only interchangeable sandboxes have in common. `stop` ends a container."""
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: Callable[[Container], None]) -> None:
         self._stop = stop
         self._containers: dict[Hashable, list[Container]] = {}
 
-    async def acquire(self, key: Hashable, start: Start) -> Container:
-        """A container with a slot for the caller, who gives it back with `give_back`. Raises what its start raises."""
+    async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
+        """A running container with a slot for the caller, who must call `release`. Raises what its start raises."""
         container = next((container for container in self._containers.get(key, ()) if container.has_room), None)
         if container is None:
-            container = start()
+            name = sandbox_name()
+            container = Container(name, start(name))
             self._containers.setdefault(key, []).append(container)
         container.taken += 1
         container.served += 1
@@ -207,26 +206,27 @@ class ContainerPool:
         return container
 
     def release(self, container: Container) -> None:
-        """Gives a slot back; containers that are used up, have failed or are too many without a sandbox are stopped."""
+        """Releases a slot. Stops containers without a sandbox that are used up or have failed, and all but `MAX_IDLE` others."""
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()
-        idle = sorted((other for here in self._containers.values() for other in here if not other.taken), key=lambda other: other.used)
-        kept = [other for other in idle if other.has_room][-MAX_IDLE:]
+        every = [other for same_key in self._containers.values() for other in same_key]
+        idle = sorted((other for other in every if not other.taken), key=lambda other: other.used)
+        reusable = [other for other in idle if other.has_room][-MAX_IDLE:]
         for other in idle:
-            if other not in kept:
+            if other not in reusable:
                 self._drop(other)
 
     def _drop(self, container: Container) -> None:
-        for key, here in list(self._containers.items()):
-            if container in here:
-                here.remove(container)
+        for key, same_key in list(self._containers.items()):
+            if container in same_key:
+                same_key.remove(container)
                 self._stop(container)
-            if not here:
+            if not same_key:
                 del self._containers[key]
 
     def close(self) -> None:
         """Stops every container."""
-        for here in self._containers.values():
-            for container in here:
+        for same_key in self._containers.values():
+            for container in same_key:
                 self._stop(container)
         self._containers.clear()

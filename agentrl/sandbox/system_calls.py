@@ -1,21 +1,21 @@
-"""The system calls of a sandbox, by name and by number: what programs there may call, and how the rest is refused.
+"""The system calls of a sandbox, by name and number: which ones programs may make, and how the others fail.
 
-Each word is `name:x86_64:aarch64`, with `-` where an architecture lacks the call. Numbers never change once a kernel has them
-(`asm/unistd_64.h`, `asm-generic/unistd.h`). What stands nowhere here, and with it every call that kernels have yet to get, does not
-exist in a sandbox: it answers ENOSYS, for which libraries have another way. `scripts/system_calls.py` shows what programs need.
+Each entry is `name:x86_64:aarch64`, with `-` if an architecture lacks the call. A number never changes once a kernel has it
+(`asm/unistd_64.h`, `asm-generic/unistd.h`). A call in no table here, and so every future one, fails with ENOSYS, for which libraries
+have alternatives. `scripts/system_calls.py` shows what programs need.
 
-Left out for reasons that a reader may look for here, all ENOSYS:
+These calls are missing on purpose:
 
-    clone3                              its flags are behind a pointer; libraries fall back to clone, whose flags are looked at
-    io_setup, io_submit, ...            contexts are counted for the whole machine, and one sandbox can take them all
-    io_uring_*                          a second way to every call, past a filter
-    seccomp                             compiled filters come out of one budget of the whole machine; so no sandbox within a sandbox
-    landlock_*                          rights of a sandbox within a sandbox, likewise
-    semget, msgget, mq_open             queues and semaphores of the kernel's, most of which outlive their programs
+    clone3                              its flags are behind a pointer; libraries fall back to clone, whose flags are checked
+    io_setup, io_submit, ...            the machine has a fixed number of contexts, which one sandbox could take
+    io_uring_*                          a second way to every call, which bypasses the filter
+    seccomp                             compiled filters share one budget of the machine; so sandboxes cannot be nested
+    landlock_*                          rights for nested sandboxes
+    semget, msgget, mq_open             queues and semaphores in the kernel, most of which outlive their programs
     statmount, listmount, open_tree_attr, setxattrat, futex_wait, mseal, memfd_secret, map_shadow_stack, cachestat, lsm_*
-                                        newer calls that nothing needs yet
+                                        newer calls that no program needs yet
     vmsplice, tee, remap_file_pages, process_madvise, modify_ldt
-                                        rare ways to do what other calls do
+                                        rare alternatives to other calls
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ setrlimit:160:164 prlimit64:302:261 getrusage:98:165 times:100:153 getcpu:309:16
 rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigtimedwait:128:137 rt_sigsuspend:130:133
 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 sigaltstack:131:132 kill:62:129 tkill:200:130 tgkill:234:131 pause:34:-
 pidfd_open:434:434 pidfd_send_signal:424:424
-# users and rights: what no capability stands behind can only be given up
+# users and rights: without a capability they can only be given up
 getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177 getresuid:118:148 getresgid:120:150 getgroups:115:158 setuid:105:146
 setgid:106:144 setreuid:113:145 setregid:114:143 setresuid:117:147 setresgid:119:149 setfsuid:122:151 setfsgid:123:152
 setgroups:116:159 capget:125:90 capset:126:91
@@ -69,28 +69,27 @@ setgroups:116:159 capget:125:90 capset:126:91
 time:201:- gettimeofday:96:169 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230:115 nanosleep:35:101 alarm:37:-
 getitimer:36:102 setitimer:38:103 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109
 timer_delete:226:111 uname:63:160 sysinfo:99:179 getrandom:318:278
-# sockets, whose families and options are looked at below
+# sockets, whose families and options are checked below
 bind:49:200 connect:42:203 listen:50:201 accept:43:202 accept4:288:242 getsockname:51:204 getpeername:52:205 shutdown:48:210
 sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 sendmmsg:307:269 recvmmsg:299:243 getsockopt:55:209
 """)
-"""What programs call, whatever the arguments."""
+"""Allowed with any arguments."""
 
 CONDITIONAL = _table("""
 clone:56:220 socket:41:198 socketpair:53:199 setsockopt:54:208 fcntl:72:25 ioctl:16:29 prctl:157:167 shmget:29:194 mmap:9:222
-memfd_create:319:279
-personality:135:92
+memfd_create:319:279 personality:135:92
 """)
-"""What depends on arguments (see `agentrl.sandbox.seccomp`)."""
+"""Allowed or not depending on the arguments (see `agentrl.sandbox.seccomp`)."""
 
 NO_OP = _table("""
 sync:162:81 syncfs:306:267
 """)
-"""Answered 0 without being done: files of a sandbox lie in memory, and the kernel would write out those of the whole machine."""
+"""Return 0 without effect: a sandbox's files are in memory, and the kernel would write out those of the whole machine."""
 
 UNSUPPORTED = _table("""
 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7
 """)
-"""Answered as by a file system that has none: kernel memory of access control lists is charged to nobody. `cp -a` and `tar` go on."""
+"""Fail as on a file system without extended attributes, whose kernel memory is charged to no process. `cp -a` and `tar` continue."""
 
 FORBIDDEN = _table("""
 ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 kcmp:312:272 pidfd_getfd:438:438 syslog:103:116 mount:165:40
@@ -103,4 +102,4 @@ settimeofday:164:170 clock_settime:227:112 clock_adjtime:305:266 adjtimex:159:17
 request_key:249:218 keyctl:250:219 mbind:237:235 set_mempolicy:238:237 set_mempolicy_home_node:450:450 get_mempolicy:239:236
 migrate_pages:256:238 move_pages:279:239
 """)
-"""Answered EPERM, as to a user without the right: programs know what that means."""
+"""Fail with EPERM, as for a user without the right."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -77,6 +77,3 @@ class SlowSandbox(ForwardingSandbox):
     async def write_all(self, files: Mapping[str, bytes]) -> None:
         """For the warm pool; a sandbox of ours takes several files at once."""
         await cast(Any, self._sandbox).write_all(files)
-
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        cast(Any, self._sandbox).when_closed(callback)

@@ -18,7 +18,6 @@ from agentrl.protocols import LiveEpisode
 from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task, codec
 from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.sandbox import WarmPool, select_backend
-from agentrl.sandbox.plain import PoolAdapter
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
@@ -213,7 +212,7 @@ async def test_as_many_sandboxes_as_a_recipe_must_have_are_enough_and_no_fewer(t
         return "done"
 
     desks = Desks()
-    pool = WarmPool(PoolAdapter(desks), warm=0, max_open=most)
+    pool = WarmPool(desks, warm=0, max_open=most)
     roomy = replace(tree, limits=replace(tree.limits, turns=40))
     runner = replace(runs(reads, pool, **settings), open_timeout_s=0.5)
     episodes = await asyncio.gather(*(runner.run(roomy, episode_id=f"e{number}") for number in range(crowd)))

@@ -281,10 +281,9 @@ def test_an_estimator_from_outside_gives_what_the_same_one_inside_gives(scores: 
 async def test_a_backend_with_nothing_but_the_protocol_is_pooled() -> None:
     from agentrl.records import ExecResult, SandboxSpec
     from agentrl.sandbox import WarmPool
-    from agentrl.sandbox.plain import PoolAdapter
 
     inner = ScriptedSandboxes(lambda code: ExecResult(exit_code=0, stdout=code, stderr="", wall_s=0.0))
-    pool = WarmPool(PoolAdapter(inner), warm=1, max_open=1)
+    pool = WarmPool(inner, warm=1, max_open=1)
     spec = SandboxSpec(image="i")
     await pool.prepare(spec)
     first = await pool.open(spec, files={"a": b"1"})

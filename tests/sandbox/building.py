@@ -1,4 +1,4 @@
-"""What tests of real sandboxes have in common: an image, what may be used of the machine, and whose processes are whose."""
+"""Helpers for tests with real sandboxes: an image, specs, and the processes of a sandbox."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from agentrl.sandbox.lease import lease
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
 SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
 ALONE = replace(SPEC, runtime="runc")
-"""A container for each sandbox, as for every spec that names a runtime. Every daemon knows this one."""
+"""Gives each sandbox its own container, as every spec with a runtime does. Every daemon has this runtime."""
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
 
 
@@ -31,14 +31,14 @@ def processes_of(word):
 
 
 def holds_open(pid, end):
-    """Whether a process has a file open whose path ends so."""
+    """Whether a process has a file open with this end of its path."""
     with contextlib.suppress(OSError):
         return any(os.readlink(fd).endswith(end) for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
 def our_processes():
-    """Pids of what this process has started, and of exec servers of its sandboxes whoever their parent is; not those of other runs."""
+    """Pids of the processes that this process has started, and of the exec servers of its sandboxes. Excludes other runs."""
     servers = {pid for pid in processes_of("exec_server") if lease_of_process(pid) == lease()}
     return servers | {child.pid for child in psutil.Process().children(recursive=True)}
 
@@ -52,7 +52,7 @@ def inner_pid(pid):
 
 
 def lease_of_process(pid):
-    """The lease of the driver that a server process belongs to: bwrap's parent, or what is mounted into the container."""
+    """The lease of the driver to which an exec server belongs, if it is this process; otherwise `?`."""
     try:
         mounts = Path(f"/proc/{pid}/mountinfo").read_text()
     except OSError:

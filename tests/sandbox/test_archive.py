@@ -1,4 +1,4 @@
-"""Archives of working directories: what is packed is unpacked as it was, `tarfile` can read it too, and no bytes lead anywhere else."""
+"""Archives of working directories: a round trip changes nothing, `tarfile` can read them, and no archive leads out of the directory."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.sandbox.inside import snapshot
-from agentrl.sandbox.inside.archive import FIELD, FILE, FOLDER_ENTRY, HARD_LINK, LINK, ArchiveIn, ArchiveOut, Entry, header_of
+from agentrl.sandbox.inside.archive import FIELD, FILE, FOLDER_ENTRY, HARD_LINK, LINK, ArchiveReader, ArchiveWriter, Entry, header_of
 from agentrl.sandbox.inside.files import FOLDER, MAX_DEPTH
 from agentrl.sandbox.inside.snapshot import Packer, unpack
 from agentrl.sandbox.inside.wire import READ_BYTES, Refused
@@ -37,7 +37,7 @@ FEW = settings(deadline=None, max_examples=30)
 
 
 class Pieces:
-    """A sink that keeps what is sent."""
+    """A sink that records what is sent."""
 
     def __init__(self, limit=1 << 30):
         self.sent, self.left = [], limit
@@ -54,13 +54,13 @@ class Pieces:
 
 def packed(top, limit=1 << 30):
     sink = Pieces(limit)
-    packer = Packer(ArchiveOut(sink))
+    packer = Packer(ArchiveWriter(sink))
     packer.pack(os.open(top, FOLDER))
     return b"".join(sink.sent) + packer.out.last()
 
 
 def plant(top, tree, made):
-    """Makes `tree` below `top`; `same` is one more name of the first file."""
+    """Creates `tree` below `top`; `same` is another name of the first file."""
     for name, (kind, *what) in tree.items():
         path = os.path.join(top, name)
         if kind == "folder":
@@ -83,7 +83,7 @@ def plant(top, tree, made):
 
 
 def seen(top):
-    """Everything below `top` that an archive keeps: {path: what it is}, with the paths that are one file."""
+    """Everything below `top` that an archive contains: path -> content or target, and the groups of paths that are one file."""
     found, inodes = {}, {}
     for folder, folders, names in os.walk(os.fsencode(top)):
         for name in folders + names:
@@ -102,13 +102,13 @@ def seen(top):
 
 @FEW
 @given(TREE)
-def test_what_is_packed_is_unpacked_as_it_was(tree):
+def test_round_trip_changes_nothing(tree):
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         plant(os.fsencode(one), tree, [])
         before = seen(one)
         archive = packed(one)
-        assert seen(one) == before  # reading leaves no trace, modes included
-        unpack(ArchiveIn(io.BytesIO(archive)), other)
+        assert seen(one) == before  # packing restores all modes
+        unpack(ArchiveReader(io.BytesIO(archive)), other)
         assert seen(other) == before
         assert packed(other) == archive
         with tarfile.open(fileobj=io.BytesIO(archive)) as reader:
@@ -117,7 +117,7 @@ def test_what_is_packed_is_unpacked_as_it_was(tree):
 
 @FEW
 @given(TREE.filter(bool), st.data())
-def test_any_change_to_an_archive_is_refused_or_stays_inside(tree, data):
+def test_modified_archive_is_refused_or_stays_inside(tree, data):
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         plant(os.fsencode(one), tree, [])
         archive = bytearray(packed(one)[: 64 << 10])
@@ -128,16 +128,16 @@ def test_any_change_to_an_archive_is_refused_or_stays_inside(tree, data):
 
 @FEW
 @given(st.binary(max_size=2000))
-def test_any_bytes_are_refused_or_stay_inside(data):
+def test_arbitrary_bytes_are_refused_or_stay_inside(data):
     with tempfile.TemporaryDirectory() as other:
         inside(data, Path(other))
 
 
 def inside(archive, folder):
-    """Unpacks into a folder of `folder`, which holds nothing else afterwards."""
+    """Unpacks into a subfolder of `folder`, which must contain nothing else afterwards."""
     (folder / "top").mkdir()
-    with contextlib.suppress(Refused, OSError):  # the server answers both as a refusal
-        unpack(ArchiveIn(io.BytesIO(archive)), str(folder / "top"))
+    with contextlib.suppress(Refused, OSError):  # the server reports both as a refusal
+        unpack(ArchiveReader(io.BytesIO(archive)), str(folder / "top"))
     assert os.listdir(folder) == ["top"]
 
 
@@ -162,24 +162,25 @@ def archive_of(*entries):
         [Entry(b"big", FILE, size=1 << 30)],
     ],
 )
-def test_what_leads_out_or_is_no_file_is_refused(entries, tmp_path):
+def test_entries_that_lead_out_or_are_not_files_are_refused(entries, tmp_path):
     (tmp_path / "secret").write_text("s")
     (tmp_path / "top").mkdir()
     with pytest.raises(Refused):
-        unpack(ArchiveIn(io.BytesIO(archive_of(*entries))), str(tmp_path / "top"))
+        unpack(ArchiveReader(io.BytesIO(archive_of(*entries))), str(tmp_path / "top"))
     assert sorted(os.listdir(tmp_path)) == ["secret", "top"]
     assert not [path for path in (tmp_path / "top").rglob("*") if path.name.startswith(("evil", "null", "pipe"))]
 
 
-def test_permission_bits_are_all_that_is_taken_of_a_mode(tmp_path):
+def test_only_permission_bits_of_a_mode_are_applied(tmp_path):
     unpack(
-        ArchiveIn(io.BytesIO(archive_of(Entry(b"suid", FILE, mode=0o6777, size=4), Entry(b"d", FOLDER_ENTRY, mode=0o7700)))), str(tmp_path)
+        ArchiveReader(io.BytesIO(archive_of(Entry(b"suid", FILE, mode=0o6777, size=4), Entry(b"d", FOLDER_ENTRY, mode=0o7700)))),
+        str(tmp_path),
     )
     assert stat.S_IMODE((tmp_path / "suid").stat().st_mode) == 0o777
     assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o700
 
 
-def test_sizes_end_in_one_kind_of_refusal(tmp_path, monkeypatch):
+def test_all_limits_raise_too_large(tmp_path, monkeypatch):
     with pytest.raises(Refused, match="too large") as error:
         (tmp_path / "sparse").touch()
         os.truncate(tmp_path / "sparse", 1 << 40)
@@ -197,29 +198,29 @@ def test_sizes_end_in_one_kind_of_refusal(tmp_path, monkeypatch):
     packed(tmp_path)
 
 
-def test_files_larger_than_a_piece(tmp_path):
+def test_files_larger_than_one_frame(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     data = bytes(range(251)) * (3 * READ_BYTES // 251)
     (tmp_path / "one" / "big").write_bytes(data)
     (tmp_path / "one" / "small").write_bytes(b"s")
-    unpack(ArchiveIn(io.BytesIO(packed(tmp_path / "one"))), str(tmp_path / "other"))
+    unpack(ArchiveReader(io.BytesIO(packed(tmp_path / "one"))), str(tmp_path / "other"))
     assert ((tmp_path / "other" / "big").read_bytes(), (tmp_path / "other" / "small").read_bytes()) == (data, b"s")
 
 
-def test_many_names_of_one_file_count_its_bytes_once(tmp_path):
+def test_hard_links_are_stored_once(tmp_path):
     (tmp_path / "0").write_bytes(bytes(100_000))
     for number in range(1, 100):
         os.link(tmp_path / "0", tmp_path / str(number))
     assert len(packed(tmp_path)) < 200_000
 
 
-def test_what_changes_while_it_is_packed_is_packed_as_something(tmp_path, monkeypatch):
-    """Programs come to a stop one by one: an entry may have gone since the folder was read, be something else, or shrink."""
+def test_entries_may_change_while_they_are_packed(tmp_path, monkeypatch):
+    """Programs stop one after the other, so an entry may disappear, change its kind, or shrink after its folder was read."""
     for name in ("gone", "link", "folder", "shrinks", "stays"):
         (tmp_path / name).write_bytes(b"x" * 1000)
     (tmp_path / "was a folder").mkdir()
-    found = Packer.found
+    found = Packer.listing
 
     def and_then(packer, folder, level):
         names = found(packer, folder, level)
@@ -237,7 +238,7 @@ def test_what_changes_while_it_is_packed_is_packed_as_something(tmp_path, monkey
         os.truncate(tmp_path / "shrinks", 10)
         return read(fd, size)
 
-    monkeypatch.setattr(Packer, "found", and_then)
+    monkeypatch.setattr(Packer, "listing", and_then)
     monkeypatch.setattr(os, "read", shorter)
     with tarfile.open(fileobj=io.BytesIO(packed(tmp_path))) as archive:
         assert [(member.name, member.size) for member in archive] == [("shrinks", 1000), ("stays", 1000)]
@@ -245,15 +246,15 @@ def test_what_changes_while_it_is_packed_is_packed_as_something(tmp_path, monkey
         assert content.rstrip(b"\0") == b"x" * 10
 
 
-def test_sockets_and_pipes_are_left_out(tmp_path):
+def test_sockets_and_pipes_are_omitted(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(tmp_path / "socket"))
         assert packed(tmp_path) == bytes(1024)
 
 
-def test_no_archive_holds_more_entries_than_a_sandbox_takes(tmp_path, monkeypatch):
+def test_archive_with_too_many_entries_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "MAX_ENTRIES", 100)
     archive = archive_of(*[Entry(b"d", FOLDER_ENTRY)] * 101)
     with pytest.raises(Refused, match="entries"):
-        unpack(ArchiveIn(io.BytesIO(archive)), str(tmp_path))
+        unpack(ArchiveReader(io.BytesIO(archive)), str(tmp_path))

@@ -1,4 +1,4 @@
-"""What callers may ask of a sandbox: whatever it is, it becomes a frame that the exec server takes, or a typed error, and never its end."""
+"""Arguments of sandbox methods: each one gives a frame that the exec server accepts, or a typed error, and never ends the sandbox."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ POSITIONAL = {
     "write_all": ("files",),
     "restore": ("archive",),
 }
-"""Of each method: the arguments that are given by place."""
+"""Positional arguments of each method."""
 CALL = st.sampled_from(sorted(CALLS)).flatmap(lambda name: st.tuples(st.just(name), st.fixed_dictionaries(CALLS[name])))
 TYPED = (ValueError, TypeError)
 
@@ -53,7 +53,7 @@ def made(sandbox, call):
 
 
 class Taker:
-    """The exec server's first step: reads frames as the real one does, and judges them."""
+    """The exec server's first step: reads frames as the real one does, and validates them."""
 
     def __init__(self):
         ours, self.theirs = socket.socketpair()
@@ -68,13 +68,13 @@ class Taker:
         link = wire.Link(self.theirs)
         request = link.request()
         body = wire.Body(link, request["body"]).read()
-        requests.judge(request)
+        requests.validate_request(request)
         self.judged.append(request)
         return request, body
 
 
 @given(CALL)
-def test_any_argument_is_a_typed_error_or_a_frame_that_the_server_takes(call):
+def test_any_argument_gives_a_typed_error_or_a_valid_frame(call):
     asyncio.run(judged(call))
 
 
@@ -104,22 +104,22 @@ JSON = st.recursive(ANYTHING.filter(lambda value: type(value) is not bytes), lam
 
 
 @given(st.dictionaries(st.sampled_from(["op", "argv", "env", "path", "files", "session", "timeout_s", "output_bytes", "max_bytes"]), JSON))
-def test_any_request_is_judged_or_refused(request):
+def test_any_request_is_valid_or_refused(request):
     for operation in [*requests.FIELDS, request.get("op")]:
         try:
-            requests.judge({**request, "op": operation})
+            requests.validate_request({**request, "op": operation})
         except Refused as refused:
             json.dumps(str(refused)).encode()
 
 
 @pytest.mark.parametrize("name", ["\udcff", "é", "a b", "\x01", "\n", "x" * 255, "é" * 127, "-rf", "\u202e"])
-def test_every_name_that_a_file_can_have_can_be_said(name):
+def test_every_possible_file_name_is_accepted(name):
     assert arguments.plain_path(f"{name}/{name}") == f"{name}/{name}"
-    requests.judge({"op": "read", "path": name, "max_bytes": 1})
+    requests.validate_request({"op": "read", "path": name, "max_bytes": 1})
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\udfff", "\udc00", "\udc7f", "x" * 256, "é" * 128])
-def test_what_no_file_can_be_called_is_refused_in_words_that_can_be_stored(name):
+def test_impossible_file_name_gives_a_printable_error(name):
     with pytest.raises(ValueError, match="path") as error:
         arguments.plain_path(name)
     str(error.value).encode()
@@ -130,13 +130,13 @@ def test_what_no_file_can_be_called_is_refused_in_words_that_can_be_stored(name)
     ("argv", "env"),
     [([], {}), ([""], {}), (["a\0"], {}), (["a"], {"": "x"}), (["a"], {"A=B": "x"}), (["a"], {"A\0": "x"}), (["a"], {"A": "\ud800"})],
 )
-def test_programs_that_cannot_be_are_refused(argv, env):
+def test_invalid_programs_are_refused(argv, env):
     with pytest.raises(ValueError, match=r"argv|env"):
         arguments.program(argv, env)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 10**400])
-def test_a_deadline_is_positive_and_finite(value):
+def test_timeout_is_positive_and_finite(value):
     with pytest.raises(ValueError, match="positive and finite"):
         arguments.limits(value, 1)
 
@@ -156,12 +156,12 @@ def test_a_deadline_is_positive_and_finite(value):
         lambda: arguments.content("text", "stdin"),
     ],
 )
-def test_another_type_is_a_type_error(work):
+def test_wrong_type_is_a_type_error(work):
     with pytest.raises(TypeError):
         work()
 
 
-def test_what_no_header_can_hold_is_refused():
+def test_values_that_no_header_can_hold_are_refused():
     with pytest.raises(ValueError, match="JSON"):
         frames.encode({"timeout_s": float("nan")})
     nested = []

@@ -1,9 +1,8 @@
-"""The attack suite: it holds on both backends, and it sees an escape when a backend is weak on purpose."""
+"""The attack suite: both backends contain every attack, and the suite detects the escapes from backends that are weak on purpose."""
 
 import asyncio
 import os
 import platform
-import re
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,9 @@ from agentrl.errors import SandboxUnavailable
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, limits, list_open, select_backend, server_code
 from agentrl.sandbox.attacks import ATTACK_SPEC, load_attacks, run_attacks
-from agentrl.sandbox.attacks.cases import HOSTILE_SERVER, KINDS, PROGRAMS, hostile_server_source, program_attack
+from agentrl.sandbox.attacks.cases import KINDS, PROGRAMS, hostile_server_source, program_attack
 from agentrl.sandbox.attacks.host_steps import STEPS
-from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS
+from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS, replies
 from agentrl.sandbox.lease import lease
 
 SPEC = SandboxSpec(
@@ -42,11 +41,11 @@ async def test_every_attack_is_contained(name, root):
     ] == []
     assert {result.kind for result in results} == set(KINDS) and len(results) == len(load_attacks())
     if os.geteuid() == 0:
-        assert sum(result.verdict == "contained" for result in results) >= len(results) - 2  # some are for one kind of processor
+        assert sum(result.verdict == "contained" for result in results) >= len(results) - 2  # some need another kind of processor
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
 
 
-# The suite must be able to fail ---------------------------------------------------------------------------------------
+# Weak backends ---------------------------------------------------------------------------------------
 
 
 class OnTheHostsNetwork(BubblewrapBackend):
@@ -140,7 +139,7 @@ if os.geteuid() == 0:  # bubblewrap without root does not promise these
 
 
 @pytest.mark.parametrize(("weak", "name", "evidence"), WEAK)
-async def test_a_weak_backend_is_seen(weak, name, evidence, root):
+async def test_weak_backend_is_detected(weak, name, evidence, root):
     backend = weak(run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, SPEC, only=name)
@@ -154,7 +153,7 @@ async def test_a_weak_backend_is_seen(weak, name, evidence, root):
     ("weak", "name", "evidence"),
     [(WithTheDaemonsTerminals, "terminals", "gets no terminal"), (ContainerOnTheHostsNetwork, "host_loopback", "connected to")],
 )
-async def test_a_weak_container_is_seen_where_each_sandbox_has_its_own(weak, name, evidence, root):
+async def test_weak_container_of_a_single_sandbox_is_detected(weak, name, evidence, root):
     backend = weak(run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, replace(SPEC, runtime="runc"), only=name)
@@ -164,7 +163,7 @@ async def test_a_weak_container_is_seen_where_each_sandbox_has_its_own(weak, nam
 
 
 @bubblewrap
-async def test_a_watcher_does_not_report_its_own_notes(root):
+async def test_watcher_does_not_report_its_own_file(root):
     (watcher,) = (one for one in load_attacks() if one.name == "watch_the_neighbours")
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
@@ -173,14 +172,14 @@ async def test_a_watcher_does_not_report_its_own_notes(root):
         await asyncio.sleep(1.0)
         notes = await sandbox.read("seen", max_bytes=1 << 20)
         await asyncio.sleep(1.0)
-        assert len(await sandbox.read("seen", max_bytes=1 << 20)) - len(notes) < 10_000, "they grow although no program opens a file"
+        assert len(await sandbox.read("seen", max_bytes=1 << 20)) - len(notes) < 10_000, "the file grows although no program opens a file"
     finally:
         await backend.close()
 
 
 @bubblewrap
-async def test_what_others_on_the_machine_take_is_no_escape(root, monkeypatch):
-    """The kernel tells what all take together: here 4 GiB more than before, while the sandbox itself locks nothing."""
+async def test_memory_taken_by_other_processes_is_not_an_escape(root, monkeypatch):
+    """The kernel reports the total of the machine: here 4 GiB more than before, while the sandbox locks nothing."""
     others = [one for one in load_attacks() if one.name == "file_locks"]
     for plain, busy in (
         ("before = taken()", "before = taken() - 4096"),
@@ -201,17 +200,17 @@ async def test_what_others_on_the_machine_take_is_no_escape(root, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("weak", [pytest.param(DockerBackend, marks=docker), pytest.param(BubblewrapBackend, marks=bubblewrap)])
 @pytest.mark.parametrize(("name", "evidence"), [("file_locks", "in locks"), ("loopback_buffers", "in buffers")])
-async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name, evidence, root, monkeypatch):
-    """Also where it is charged and bounded as before there was a count."""
+async def test_sandbox_without_counts_of_uncharged_memory_is_detected(weak, name, evidence, root, monkeypatch):
+    """Even with the limits that do not depend on these counts."""
     source = server_code.source()
-    for count in ("MOST_LOCKS = 4096", "MOST_SOCKETS = 1024"):
+    for count in ("MAX_LOCKS = 4096", "MAX_SOCKETS = 1024"):
         assert count in source
         source = source.replace(count, count.partition("=")[0] + "= 1 << 40")
-    reading = "while count <= MOST_LOCKS and"  # nobody counts, and so nobody reads: the table is long, and the kernel holds it meanwhile
+    reading = "while count <= MAX_LOCKS and"  # does not read the table either, which is long and blocked by each reader
     assert reading in source
     source = source.replace(reading, "while count < 0 and")
     monkeypatch.setattr(server_code, "source", lambda: source)
-    # 8 MiB of locks say it: the servers of other tests read a table that grows for minutes, and hold it meanwhile.
+    # 8 MiB of locks suffice. A longer table would slow down the exec servers of other tests, which read it.
     sooner = [replace(one, program=one.program.replace('["memory_mb"] // 3', '["memory_mb"] // 24')) for one in load_attacks()]
     assert name != "file_locks" or any("// 24" in one.program for one in sooner)
     monkeypatch.setattr("agentrl.sandbox.attacks.suite.load_attacks", lambda: sooner)
@@ -228,7 +227,7 @@ async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name
 
 
 @bubblewrap
-async def test_a_proxy_that_lets_everything_through_is_seen(root, monkeypatch):
+async def test_proxy_without_checks_is_detected(root, monkeypatch):
     monkeypatch.setattr("agentrl.records.destinations.Destination.covers", lambda *_: True)
     monkeypatch.setattr("agentrl.sandbox.egress.addresses.AllowList._listed", lambda *_: True)
     backend = BubblewrapBackend(run_label="test", root=root)
@@ -240,8 +239,8 @@ async def test_a_proxy_that_lets_everything_through_is_seen(root, monkeypatch):
 
 
 @bubblewrap
-async def test_a_gateway_that_buffers_whatever_comes_is_seen(root, monkeypatch):
-    """As uvicorn does with httptools, which vLLM installs; with h11 there is a bound without ours."""
+async def test_gateway_without_limits_is_detected(root, monkeypatch):
+    """uvicorn with httptools, which vLLM installs, has no limit; with h11 it has one."""
     parser = pytest.importorskip("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
     monkeypatch.setattr("agentrl.gateway.server.bounded", lambda: parser)
     backend = BubblewrapBackend(run_label="test", root=root)
@@ -253,7 +252,7 @@ async def test_a_gateway_that_buffers_whatever_comes_is_seen(root, monkeypatch):
 
 
 @bubblewrap
-async def test_a_program_that_does_not_come_to_its_point_is_an_error(root, monkeypatch, tmp_path):
+async def test_program_that_fails_is_an_error(root, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text('"""Breaks.\n\nkind: files\n"""\nraise SystemExit("oh")\n')
     monkeypatch.setattr("agentrl.sandbox.attacks.cases.PROGRAMS", tmp_path)
     backend = BubblewrapBackend(run_label="test", root=root)
@@ -265,7 +264,7 @@ async def test_a_program_that_does_not_come_to_its_point_is_an_error(root, monke
 
 
 @bubblewrap
-async def test_a_program_that_a_busy_machine_cuts_off_gets_more_time(root, monkeypatch, tmp_path):
+async def test_program_that_a_busy_machine_cuts_off_gets_more_time(root, monkeypatch, tmp_path):
     program = '"""Comes late.\n\nkind: files\nseconds: 0.3\n"""\nimport time\ntime.sleep({})\nprint("held: at last")\n'
     (tmp_path / "late.py").write_text(program.format(1))
     (tmp_path / "never.py").write_text(program.format(100))
@@ -278,21 +277,21 @@ async def test_a_program_that_a_busy_machine_cuts_off_gets_more_time(root, monke
     finally:
         await backend.close()
     assert (late.verdict, late.evidence) == ("contained", "at last")
-    assert never.verdict == "error" and "2.3 s ended before it came to its point" in never.evidence
+    assert never.verdict == "error" and "2.3 s ended before it took effect" in never.evidence
 
 
 @bubblewrap
-async def test_a_runtime_needs_docker(root):
+async def test_runtime_needs_docker(root):
     backend = BubblewrapBackend(run_label="test", root=root)
     with pytest.raises(SandboxUnavailable, match=r"runsc.*needs Docker"):
         await backend.open(SandboxSpec(image="image", runtime="runsc"))
     await backend.close()
 
 
-# What the suite is made of --------------------------------------------------------------------------------------------
+# Parts of the suite --------------------------------------------------------------------------------------------
 
 
-def test_every_attack_says_what_it_does():
+def test_every_attack_has_a_description():
     found = load_attacks()
     assert len({item.name for item in found}) == len(found) > 70
     for item in found:
@@ -301,14 +300,14 @@ def test_every_attack_says_what_it_does():
         assert not item.host or item.host in STEPS, item
 
 
-def test_programs_compile_for_the_oldest_interpreter_and_give_evidence():
+def test_programs_compile_and_print_evidence():
     for path in sorted(PROGRAMS.glob("*.py")):
         text = path.read_text()
         compile(text, str(path), "exec", dont_inherit=True)
         assert "held: " in text, path
 
 
-def test_a_program_with_a_wrong_head_is_refused(tmp_path):
+def test_program_with_an_invalid_docstring_is_refused(tmp_path):
     for head in (
         "",
         "No kind.\n\nseconds: 1",
@@ -323,9 +322,9 @@ def test_a_program_with_a_wrong_head_is_refused(tmp_path):
             program_attack(path)
 
 
-def test_each_trick_can_be_played():
+def test_each_trick_is_implemented():
     tricks = [item.trick for item in load_attacks() if item.trick]
     assert set(SLOW_TRICKS) < set(tricks)
     for trick in tricks:
         assert f"TRICK = '{trick}'" in hostile_server_source(trick)
-        assert re.search(rf"^def {trick}\(", HOSTILE_SERVER.read_text(), re.MULTILINE)
+        assert trick in (*replies(1), *SLOW_TRICKS, "half_a_frame", "flood", "empty_chunks", "endless_chunks")

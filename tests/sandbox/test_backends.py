@@ -1,4 +1,4 @@
-"""Both backends for real: the conformance checks, and what happens when parts are killed from outside."""
+"""Both backends with real sandboxes: the conformance checks, and what happens when parts are killed from outside."""
 
 import asyncio
 import contextlib
@@ -44,13 +44,13 @@ async def test_many_at_once(backend):
     await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
 
 
-async def test_a_sandbox_killed_from_outside_is_a_typed_error(backend):
+async def test_sandbox_killed_from_outside_is_a_typed_error(backend):
     sandbox = await backend.open(SPEC)
     running = asyncio.create_task(sandbox.python("import time; time.sleep(60)", timeout_s=90))
     await asyncio.sleep(0.3)
     for pid in processes_of("exec_server.py"):
         if lease_of_process(pid) in sandbox.id:
-            with contextlib.suppress(ProcessLookupError):  # it went with process 1
+            with contextlib.suppress(ProcessLookupError):  # it ended with process 1
                 os.kill(pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="ended"):
         await running
@@ -59,8 +59,8 @@ async def test_a_sandbox_killed_from_outside_is_a_typed_error(backend):
     assert (await again.python("print(1)", timeout_s=60)).stdout == "1\n"
 
 
-async def test_the_waiting_process_may_die_or_stand_still(backend):
-    """The process that waits for the next program, killed from outside, is replaced; one that was paused goes on."""
+async def test_waiting_child_may_die_or_be_paused(backend):
+    """The child that waits for the next program is replaced if it is killed from outside, and continues after a pause."""
 
     def waiting(sandbox):
         return [pid for pid in processes_of("exec_server") if lease_of_process(pid) in sandbox.id and inner_pid(pid) > 1]
@@ -82,7 +82,7 @@ async def test_the_waiting_process_may_die_or_stand_still(backend):
 
 
 async def test_work_larger_than_a_pipe(backend):
-    """Code and standard input reach the waiting process in pieces, and what is left of them is never the next program's."""
+    """Code and standard input reach the waiting child in pieces, and their rest never reaches the next program."""
     sandbox = await backend.open(SPEC)
     text = "x" * 300_000
     for session in ("", "s"):
@@ -94,13 +94,13 @@ async def test_work_larger_than_a_pipe(backend):
     assert (await sandbox.python("print(1)", timeout_s=60)).stdout == "1\n"
 
 
-async def test_no_room_for_a_process_is_the_programs_own_fault(backend):
+async def test_exhausted_process_limit_is_blamed_on_the_program(backend):
     sandbox = await backend.open(SPEC)
     fill = "import os, time\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(600)\nexcept OSError: print('full')"
     assert (await sandbox.python(fill, timeout_s=60)).stdout == "full\n"
     fork = "import os\nos.waitpid(os.fork() or os._exit(0), 0)"
     for session in ("", "s"):
-        result = await sandbox.python(fork, timeout_s=60, session=session)  # the place of the program that has ended is free
+        result = await sandbox.python(fork, timeout_s=60, session=session)  # the slot of the program that has ended is free
         assert result.exit_code == 1 and "BlockingIOError" in result.stderr
     result = await sandbox.python("print(1)", timeout_s=60)
     assert (result.exit_code, result.stderr) == (126, "agentrl: cannot start: Resource temporarily unavailable\n")
@@ -109,7 +109,7 @@ async def test_no_room_for_a_process_is_the_programs_own_fault(backend):
     assert result.exit_code == 126 and result.session_ended and not result.restarted
 
 
-async def test_a_cancelled_episode_leaves_nothing(backend):
+async def test_cancelled_call_leaves_nothing(backend):
     opening = [asyncio.create_task(backend.open(SPEC)) for _ in range(4)]
     await asyncio.sleep(0.15)
     for task in opening:
@@ -128,7 +128,7 @@ async def test_a_cancelled_episode_leaves_nothing(backend):
     await sandbox.close()
 
 
-async def test_what_a_killed_driver_leaves_is_found_and_removed(backend, root):
+async def test_leftovers_of_a_killed_driver_are_removed(backend, root):
     code = (
         "import asyncio, sys, pathlib\n"
         "from agentrl.records import SandboxSpec\n"
@@ -173,12 +173,12 @@ async def test_opening_has_a_deadline(backend):
     for timeout_s in (0.001, 0.004, 0.01):
         with pytest.raises(SandboxError):
             await backend.open(SPEC, timeout_s=timeout_s)
-    assert time.monotonic() - start < 120.0  # waiting for a greeting that does not come takes 60 s each time
+    assert time.monotonic() - start < 120.0  # otherwise each missing greeting would take 60 s
 
 
 @pytest.mark.bubblewrap
-async def test_an_opening_given_up_at_any_moment_leaves_no_process(root, monkeypatch):
-    monkeypatch.setattr(bubblewrap, "ENDING_S", 300.0)  # how long a process is waited for that nobody kills
+async def test_opening_cancelled_at_any_moment_leaves_no_process(root, monkeypatch):
+    monkeypatch.setattr(bubblewrap, "ENDING_S", 300.0)  # so that a process that is not killed fails the test
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
     before = our_processes()
@@ -197,7 +197,7 @@ async def test_an_opening_given_up_at_any_moment_leaves_no_process(root, monkeyp
 
 
 @pytest.mark.parametrize("name", BOTH)
-async def test_the_sandboxes_of_a_run(name, root):
+async def test_open_sandboxes(name, root):
     pool = await open_sandboxes(SandboxConfig(backend=name, warm=1), run_label="test", root=root)
     assert pool.name == name
     sandbox = await pool.open(SPEC)

@@ -1,4 +1,4 @@
-"""What no control group charges: counted by the exec server, bounded in real sandboxes, and no hindrance to everyday programs."""
+"""Kernel resources that no control group charges: the exec server counts and limits them, without effect on usual programs."""
 
 import asyncio
 import fcntl
@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from agentrl.sandbox import limits, select_backend, server_code
-from agentrl.sandbox.inside.bounds import MOST_LOCKS, MOST_REST_S, MOST_SOCKETS, RARELY, Watch, sockets_in
+from agentrl.sandbox.inside.bounds import MAX_LOCKS, MAX_REST_S, MAX_SOCKETS, REST_FACTOR, Watch, sockets_in
 from tests.sandbox.building import BOTH, SPEC
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="bubblewrap without root does not promise this")
-LOCK = f"import fcntl, os, struct\nfile = os.open('locked', os.O_RDWR | os.O_CREAT)\nfor at in range(0, {2 * MOST_LOCKS + 200}, 2):\n"
+LOCK = f"import fcntl, os, struct\nfile = os.open('locked', os.O_RDWR | os.O_CREAT)\nfor at in range(0, {2 * MAX_LOCKS + 200}, 2):\n"
 LOCK += "    fcntl.fcntl(file, fcntl.F_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, 0, at, 1, 0))\n"
 OTHERS = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
 
@@ -30,28 +30,28 @@ async def sandbox(request, root):
     await backend.close()
 
 
-def test_locks_are_counted_and_those_of_open_files_are_not(tmp_path):
+def test_locks_of_processes_are_counted_and_those_of_open_files_are_not(tmp_path):
     watch = Watch()
-    assert not watch.overdrawn()
+    assert not watch.over_limit()
     with open(tmp_path / "file", "w") as one, open(tmp_path / "other", "w") as other:
-        for at in range(0, 2 * MOST_LOCKS + 10, 2):
+        for at in range(0, 2 * MAX_LOCKS + 10, 2):
             fcntl.fcntl(one, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
-        assert not watch.too_many_locks()  # every process of the machine sees these
-        for at in range(0, 2 * MOST_LOCKS + 10, 2):
+        assert not watch.too_many_locks()  # all processes of the machine see these
+        for at in range(0, 2 * MAX_LOCKS + 10, 2):
             fcntl.fcntl(other, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
-        assert watch.too_many_locks() and watch.overdrawn()
+        assert watch.too_many_locks() and watch.over_limit()
     assert not watch.too_many_locks()
 
 
-def test_a_look_that_takes_long_is_taken_seldom(monkeypatch):
+def test_slow_checks_are_made_less_often(monkeypatch):
     watch = Watch()
-    assert not watch.overdrawn() and watch.rest_s < MOST_REST_S
+    assert not watch.over_limit() and watch.rest_s < MAX_REST_S
     monkeypatch.setattr(watch, "too_many_locks", lambda: time.sleep(0.03))
-    watch.overdrawn()
-    assert RARELY * 0.03 <= watch.rest_s <= MOST_REST_S
+    watch.over_limit()
+    assert REST_FACTOR * 0.03 <= watch.rest_s <= MAX_REST_S
     monkeypatch.setattr(watch, "too_many_locks", lambda: time.sleep(0.2))
-    watch.overdrawn()
-    assert watch.rest_s == MOST_REST_S
+    watch.over_limit()
+    assert watch.rest_s == MAX_REST_S
 
 
 def test_sockets_are_counted():
@@ -61,12 +61,12 @@ def test_sockets_are_counted():
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()), datagrams:
         datagrams.bind(("127.0.0.1", 0))
         with open("/proc/net/sockstat", "rb") as file:
-            assert sockets_in(file.read()) >= before + 3  # also the end that nobody has accepted
+            assert sockets_in(file.read()) >= before + 3  # including the end that is not accepted
     text = b"sockets: used 992\nTCP: inuse 990 orphan 0 tw 7 alloc 991 mem 8795\nUDP: inuse 5 mem 241\nUDPLITE: inuse 1\nRAW: inuse 9\n"
-    assert sockets_in(text) == 996 < MOST_SOCKETS and sockets_in(b"") == 0
+    assert sockets_in(text) == 996 < MAX_SOCKETS and sockets_in(b"") == 0
 
 
-async def test_too_many_locks_are_too_much_memory(sandbox):
+async def test_too_many_locks_count_as_memory(sandbox):
     result = await sandbox.python(LOCK + "import time; time.sleep(20)", timeout_s=30)
     assert (result.exit_code, result.reason) == (None, "memory")
     result = await sandbox.exec(["python3", "-I", "-c", LOCK + "import time; time.sleep(20)"], timeout_s=30)
@@ -79,10 +79,10 @@ async def test_too_many_locks_are_too_much_memory(sandbox):
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_a_waiting_process_that_dies_slowly_after_too_many_locks_gets_no_program(kind, root, tmp_path):
-    """The process that waits for the next program, while a session has this one, is killed with all others and may take its time."""
-    at_once = "program.overdrawn = True\n                kill_everything(signal.SIGKILL)\n"
-    slowly = "program.overdrawn = True\n                os.kill(program.pid, 9)\n"
+async def test_waiting_child_that_is_being_killed_gets_no_program(kind, root, tmp_path):
+    """The child that waits for the next program is killed with all other processes, and may end late."""
+    at_once = "program.over_limit = True\n                kill_everything(signal.SIGKILL)\n"
+    slowly = "program.over_limit = True\n                os.kill(program.pid, 9)\n"
     slowly += "                import threading; threading.Timer(1.0, os.kill, (self.waiting.pid, 9)).start()\n"
     source = server_code.source()
     assert source.count(at_once) == 1
@@ -98,17 +98,17 @@ async def test_a_waiting_process_that_dies_slowly_after_too_many_locks_gets_no_p
     await backend.close()
 
 
-async def test_what_a_program_leaves_behind_is_watched_while_none_runs(sandbox):
+async def test_leftover_processes_are_checked_while_no_program_runs(sandbox):
     daemon = "import os, time\nif os.fork() == 0:\n" + textwrap.indent(f"time.sleep(0.7)\n{LOCK}time.sleep(60)\n", "    ")
     assert (await sandbox.python(daemon, timeout_s=20)).ok
     assert (await sandbox.python(OTHERS, timeout_s=20)).stdout != "[]\n"
-    await asyncio.sleep(6)  # and nothing is asked of it meanwhile
+    await asyncio.sleep(6)  # without any request
     assert (await sandbox.python(OTHERS, timeout_s=20)).stdout == "[]\n"
     assert (await sandbox.python("print(1)", timeout_s=20)).stdout == "1\n"
 
 
 @as_root
-async def test_terminals_are_few_and_work(sandbox):
+async def test_terminals_are_limited_and_work(sandbox):
     code = (
         "import os, pty\n"
         "kept = []\n"
@@ -119,7 +119,7 @@ async def test_terminals_are_few_and_work(sandbox):
         "    for end in ends: os.close(end)\n"
         "pid, terminal = pty.fork()\n"
         "if pid == 0: os.execvp('sh', ['sh', '-c', 'test -t 0 && stty size'])\n"
-        "print(open(terminal, 'rb', buffering=0).readline())\n"  # the line may come in pieces
+        "print(open(terminal, 'rb', buffering=0).readline())\n"  # the line may arrive in pieces
     )
     result = await sandbox.python(code, timeout_s=20)
     assert result.stdout == f"{limits.MAX_TERMINALS} No space left on device\nb'0 0\\r\\n'\n", result.stderr
@@ -127,7 +127,7 @@ async def test_terminals_are_few_and_work(sandbox):
 
 @pytest.mark.docker
 @pytest.mark.parametrize("runtime", ["runc", ""])
-async def test_runtimes_that_share_the_kernel_share_the_bounds(runtime, root):
+async def test_limits_apply_to_all_runtimes_that_share_the_kernel(runtime, root):
     backend = select_backend("docker", run_label="test", root=root)
     try:
         sandbox = await backend.open(replace(SPEC, runtime=runtime))
@@ -157,7 +157,7 @@ async def test_sockets_have_the_settings_of_the_sandbox_and_cannot_change_them(s
     assert (await sandbox.python(code, timeout_s=20)).stdout == "16384 True\n"
 
 
-async def test_everyday_programs_do_not_notice(sandbox):
+async def test_usual_programs_are_not_affected(sandbox):
     code = (
         "import asyncio, multiprocessing, os, shutil, sqlite3, subprocess, tarfile, threading, urllib.request, http.server\n"
         "os.makedirs('a/b'); open('a/b/f', 'w').write('x' * 200_000)\n"

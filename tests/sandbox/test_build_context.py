@@ -1,4 +1,4 @@
-"""What a build may take from a folder: content-addressed, bounded, safe against links; and how a Dockerfile's steps are counted."""
+"""Build contexts: content hash, limits, links, and the counting of a Dockerfile's steps."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ def names(folder):
         return archive.getnames()
 
 
-def test_the_key_is_that_of_the_content(folder):
+def test_key_depends_on_content_only(folder):
     first = read_build_context(folder).key
     os.utime(folder / "data" / "a", (1, 1))
     (folder / "data" / "a").chmod(0o600)
@@ -45,11 +45,11 @@ def test_the_key_is_that_of_the_content(folder):
     assert len(seen) == 7
 
 
-def test_an_image_is_found_and_named_for_its_task(folder, tmp_path):
+def test_image_is_named_after_its_task(folder, tmp_path):
     image = images.load_image(folder, cache=tmp_path)
     assert image.tag == f"agentrl/my-task:{image.recipe.key}"
     (folder / "image.toml").write_text("")
-    assert images.load_image(folder, cache=tmp_path).recipe == images.ImageRecipe()  # the recipe goes first
+    assert images.load_image(folder, cache=tmp_path).recipe == images.ImageRecipe()  # image.toml has precedence
 
 
 def test_ignored_files_do_not_count(folder):
@@ -63,7 +63,7 @@ def test_ignored_files_do_not_count(folder):
     assert read_build_context(folder).key == after != before
 
 
-def test_links_go_in_as_links(folder):
+def test_links_are_not_followed(folder):
     (folder / "link").symlink_to("/etc")
     (folder / "loop").symlink_to(".")
     with read_build_context(folder).archive() as file, tarfile.open(fileobj=file) as archive:
@@ -71,7 +71,7 @@ def test_links_go_in_as_links(folder):
     assert kinds["link"] == (tarfile.SYMTYPE, "/etc") and kinds["loop"] == (tarfile.SYMTYPE, ".") and len(kinds) == 5
 
 
-def test_what_is_no_file_or_too_much_is_refused(folder, monkeypatch):
+def test_special_files_and_oversized_contexts_are_refused(folder, monkeypatch):
     os.mkfifo(folder / "pipe")
     with pytest.raises(TaskError, match=r"pipe is not a file(.|\n)*\.dockerignore"):
         read_build_context(folder)
@@ -96,21 +96,21 @@ def test_what_is_no_file_or_too_much_is_refused(folder, monkeypatch):
         read_build_context(folder)
 
 
-def test_a_dockerfile_that_is_a_link_is_refused(folder, tmp_path):
+def test_dockerfile_that_is_a_link_is_refused(folder, tmp_path):
     (folder / "Dockerfile").rename(tmp_path / "elsewhere")
     (folder / "Dockerfile").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="Dockerfile is not a regular file"):
         images.load_image(folder)
 
 
-def test_a_folder_that_changes_before_the_build_is_refused(folder):
+def test_folder_that_changes_before_the_build_is_refused(folder):
     context = read_build_context(folder)
     (folder / "data" / "a").write_text("later")
     with pytest.raises(TaskError, match="changed while"), context.archive():
         pass
 
 
-def test_steps_are_counted_as_the_daemon_counts_them():
+def test_steps_are_counted_like_the_daemon():
     text = "# syntax=x\n\nARG A=1\nFROM a\n# note\nRUN one && \\\n  # inside\n\n  two\n  COPY a b\n"
     assert dockerfile_steps(text) == [(3, "ARG A=1"), (4, "FROM a"), (6, "RUN one && two"), (10, "COPY a b")]
     assert dockerfile_steps("# escape=`\nFROM a\nRUN one `\n  two \\\nCMD x") == [(2, "FROM a"), (3, "RUN one two \\"), (5, "CMD x")]
@@ -127,7 +127,7 @@ def test_the_steps_of_a_long_dockerfile_are_read_in_linear_time(line: str) -> No
     assert time.process_time() - began < 2.0, "took minutes"
 
 
-def test_a_pattern_of_dockerignore_that_is_none_is_told(tmp_path):
+def test_invalid_dockerignore_pattern_is_an_error(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
     (tmp_path / ".dockerignore").write_text("[a-z].log\nkeep[z-a]\n")
     with pytest.raises(TaskError, match=r"dockerignore holds an invalid pattern(.|\n)*fix: write ranges in order"):

@@ -1,4 +1,4 @@
-"""Images from a Dockerfile, with a real daemon: built once, the same on both backends, and clear about what does not build."""
+"""Images from a Dockerfile, with a real daemon: built once, the same on both backends, with clear errors."""
 
 import re
 import threading
@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, TaskError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import builds, docker, docker_client, images, select_backend
+from agentrl.sandbox import builds, docker_client, images, select_backend
 from agentrl.sandbox.conformance import check_conformance
 from tests.sandbox.test_silent_daemon import Relay, in_time
 
@@ -18,16 +18,16 @@ SPEC = SandboxSpec(image="environment", memory_mb=128, processes=16, disk_mb=16)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A tag of the daemon to build upon, where no registry answers."""
+    """A base image in the daemon, for machines without a registry."""
     folder = tmp_path_factory.mktemp("base") / "image"
     folder.mkdir()
     (folder / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
-    return docker.ensure_image(images.load_image(folder))
+    return images.ensure_docker_image(images.load_image(folder))
 
 
 @pytest.fixture
 def write(tmp_path, base, monkeypatch):
-    """Writes a Dockerfile on top of the base, in a project with a cache of its own, whose images go with the test."""
+    """Writes a Dockerfile on top of the base, in a project with its own cache. The images are removed after the test."""
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "environment"
     folder.mkdir()
@@ -39,7 +39,7 @@ def write(tmp_path, base, monkeypatch):
         return made[-1]
 
     yield write
-    api = docker.client()
+    api = docker_client.client()
     for image in made:
         for tag in (image.tag, image.built_tag, f"{image.built_tag}-unchecked"):
             if builds.has_image(api, tag):
@@ -55,7 +55,7 @@ async def backend(request, tmp_path, write):
     await backend.close()
 
 
-async def test_a_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write, tmp_path):
+async def test_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write, tmp_path):
     (tmp_path / "environment" / "data.txt").write_text("from the context")
     write(
         "COPY data.txt /opt/data.txt",
@@ -76,7 +76,7 @@ async def test_a_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write
     assert said == []
 
 
-async def test_volumes_and_health_checks_bring_nothing_into_a_sandbox(backend, write):
+async def test_volumes_and_health_checks_are_ignored(backend, write):
     write("VOLUME /data /home/agent", "HEALTHCHECK --interval=1s CMD touch /tmp/seen")
     await backend.prepare(SPEC)
     assert [(result.name, result.detail) for result in await check_conformance(backend, SPEC, only="read_only_root")] == [
@@ -104,30 +104,30 @@ async def test_volumes_and_health_checks_bring_nothing_into_a_sandbox(backend, w
         ),
     ],
 )
-def test_one_that_does_not_build_names_the_line_and_the_last_output(write, lines, said):
+def test_failed_build_shows_the_line_and_the_last_output(write, lines, said):
     image = write(*lines)
     with pytest.raises(TaskError) as caught:
-        docker.ensure_image(image)
+        images.ensure_docker_image(image)
     assert str(image.recipe.dockerfile) in str(caught.value)
     for words in said:
         assert re.search(words, str(caught.value)), (words, str(caught.value))
-    assert not builds.has_image(docker.client(), image.tag)
+    assert not builds.has_image(docker_client.client(), image.tag)
 
 
-def test_a_base_image_that_cannot_be_had(write):
+def test_missing_base_image(write):
     image = write("RUN true", start="FROM registry.invalid/none:1")
     with pytest.raises(TaskError, match=r"line 1 \(FROM registry.invalid/none:1\)(.|\n)*fix: check the name"):
-        docker.ensure_image(image)
+        images.ensure_docker_image(image)
 
 
-def test_an_image_without_python(write):
+def test_image_without_python(write):
     image = write("COPY Dockerfile /", start="FROM scratch")
-    with pytest.raises(TaskError, match=r"Dockerfile: the image holds no python3; sandboxes need python3, 3\.9 or later"):
-        docker.ensure_image(image)
+    with pytest.raises(TaskError, match=r"Dockerfile: the image has no python3; sandboxes need python3, 3\.9 or later"):
+        images.ensure_docker_image(image)
 
 
 @pytest.mark.bubblewrap
-async def test_without_a_daemon_bubblewrap_says_what_is_missing_and_uses_what_is_there(write, tmp_path, monkeypatch):
+async def test_without_a_daemon_bubblewrap_uses_the_cache_or_says_what_is_missing(write, tmp_path, monkeypatch):
     write("RUN true")
     backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
     with monkeypatch.context() as patch:
@@ -144,7 +144,7 @@ async def test_without_a_daemon_bubblewrap_says_what_is_missing_and_uses_what_is
         await other.close()
 
 
-def test_a_daemon_that_falls_silent_or_goes_during_a_build(write, tmp_path, monkeypatch):
+def test_daemon_that_hangs_or_ends_during_a_build(write, tmp_path, monkeypatch):
     monkeypatch.setattr(builds, "LOOK_S", 0.5)
     real = docker_client.daemon_address()
     for ending in ("silent", "gone"):

@@ -1,4 +1,4 @@
-"""The host's end of the connection against the real exec server's opposite: peers that lie, stall and hang up."""
+"""The host's end of the connection, with peers that lie, stall and close it."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from agentrl.sandbox.frames import FrameError
 
 
 class Peer:
-    """The sandbox's end of a channel, played by the test."""
+    """The sandbox's end of a channel."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -43,7 +43,7 @@ async def pair():
 
 
 async def answer(channel, peer, header, body=b"", **options):
-    """The outcome of one call that the peer answers with `header` (its id filled in) and `body`."""
+    """The result of a call that the peer answers with `header` (its id filled in) and `body`."""
     call = asyncio.create_task(channel.call("op", timeout_s=60.0, **options))
     request, _ = await peer.request()
     peer.send({"id": request["id"], **header} if isinstance(header, dict) else header, body)
@@ -83,7 +83,7 @@ async def test_refusals_are_typed_and_leave_the_channel_usable(pair, kind, error
         b"x" * (frames.MAX_REPLY_HEADER + 1),
     ],
 )
-async def test_nonsense_breaks_the_channel_for_good(pair, header):
+async def test_invalid_reply_breaks_the_channel_permanently(pair, header):
     channel, peer = pair
     with pytest.raises(SandboxError):
         await answer(channel, peer, header)
@@ -92,7 +92,7 @@ async def test_nonsense_breaks_the_channel_for_good(pair, header):
         await channel.call("op", timeout_s=60.0)
 
 
-async def test_oversized_body_is_refused_unread(pair):
+async def test_oversized_body_is_refused_before_it_is_read(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", max_body=1000, timeout_s=60.0))
     number = (await peer.request())[0]["id"]
@@ -102,7 +102,7 @@ async def test_oversized_body_is_refused_unread(pair):
         await call
 
 
-async def test_chunks_share_one_bound(pair):
+async def test_chunks_share_one_limit(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", schema=frames.CHUNK, max_body=10, timeout_s=60.0))
     number = (await peer.request())[0]["id"]
@@ -112,29 +112,29 @@ async def test_chunks_share_one_bound(pair):
         await call
 
 
-async def test_a_piece_of_nothing_is_refused(pair):
+async def test_empty_chunk_is_refused(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", schema=frames.CHUNK, max_body=10, timeout_s=60.0))
     peer.send({"id": (await peer.request())[0]["id"], "ok": True, "more": True})
-    with pytest.raises(SandboxError, match="nothing"):
+    with pytest.raises(SandboxError, match="empty piece"):
         await call
 
 
-async def test_a_message_cannot_command_a_terminal(pair):
+async def test_error_messages_are_printable(pair):
     channel, peer = pair
     with pytest.raises(SandboxError) as error:
         await answer(channel, peer, {"ok": False, "error": "failed", "message": "\x1b[2Jline\nnext"})
     assert str(error.value).isprintable() and "line" in str(error.value)
 
 
-async def test_silence_is_a_timeout_and_the_end(pair):
+async def test_silence_is_a_timeout_and_breaks_the_channel(pair):
     channel, _ = pair
     with pytest.raises(SandboxTimeout):
         await channel.call("op", timeout_s=0.05)
     assert channel.broken
 
 
-async def test_hanging_up_fails_calls_in_flight(pair):
+async def test_closed_connection_fails_calls_in_progress(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=60.0))
     await peer.request()
@@ -143,7 +143,7 @@ async def test_hanging_up_fails_calls_in_flight(pair):
         await call
 
 
-async def test_an_abandoned_call_ends_the_channel(pair):
+async def test_cancelled_call_breaks_the_channel(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=60.0))
     await peer.request()
@@ -154,10 +154,10 @@ async def test_an_abandoned_call_ends_the_channel(pair):
         await channel.call("op", timeout_s=60.0)
 
 
-async def test_stopped_clocks_let_a_call_take_longer(pair):
+async def test_paused_deadlines_let_a_call_take_longer(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=2.0))
-    await asyncio.sleep(0)  # it has been made, and no time has passed
+    await asyncio.sleep(0)  # the call has started, and no time has passed
     channel.pause_deadlines()
     number = (await peer.request())[0]["id"]
     await asyncio.sleep(2.2)
@@ -166,7 +166,7 @@ async def test_stopped_clocks_let_a_call_take_longer(pair):
     await call
 
 
-async def test_clocks_leave_alone_a_call_whose_time_has_just_run_out(pair):
+async def test_pausing_does_not_revive_an_expired_deadline(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=60.0))
     number = (await peer.request())[0]["id"]
@@ -181,7 +181,7 @@ async def test_clocks_leave_alone_a_call_whose_time_has_just_run_out(pair):
         await call
 
 
-async def test_a_forged_program_result_destroys_the_sandbox(pair):
+async def test_forged_program_result_destroys_the_sandbox(pair):
     channel, peer = pair
     destroyed = []
 
@@ -201,7 +201,7 @@ async def test_a_forged_program_result_destroys_the_sandbox(pair):
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "..", "a/../b", "", ".", "a//b", "a/", "x\0y", "/".join("d" * 70)])
-async def test_paths_that_leave_the_working_directory_never_reach_the_sandbox(pair, path):
+async def test_invalid_paths_never_reach_the_sandbox(pair, path):
     channel, _ = pair
 
     async def destroy(ended):

@@ -1,4 +1,4 @@
-"""The host's proxy for sandboxes with an allow-list: what it carries, what it refuses, what it bounds, and who may hand it a listener."""
+"""The host's proxy for sandboxes with an allow-list: forwarding, refusals, limits, and the handover of the listener."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
 class Server:
-    """A server of the host: notes what it is sent on each connection, and answers each head with `answer`, after some thought."""
+    """A server of the host. It records what each connection sends, and answers each head with `answer` after a delay."""
 
     def __init__(self, answer=ANSWER, *, hang_up=True, thinks_s=0.0):
         self.seen, self._answer, self._hang_up, self._thinks_s = [], answer, hang_up, thinks_s
@@ -52,7 +52,7 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def proxied(folder, *network, port=0, **bounds):
-    """The listener of a sandbox with this allow-list, whose listener a stand-in for the exec server has handed over."""
+    """The egress listener of a sandbox with this allow-list; a stand-in for the exec server has handed it over."""
     bounds = {"head_s": 60.0, "connect_s": 60.0, **bounds}
     listener = EgressListener("test", SandboxSpec(image="x", network=network), folder, Bounds(pause_s=0.0, **bounds))
     handed = hand_over(folder, lambda inside: [inside.fileno()])
@@ -65,7 +65,7 @@ async def proxied(folder, *network, port=0, **bounds):
 
 
 def hand_over(folder, descriptors):
-    """What the exec server's `hand_over` does; gives the port."""
+    """Hands over a listener as the exec server does. Returns the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as link:
         link.connect(str(folder / "egress"))
         socket.send_fds(link, [b"\0"], descriptors(listener))
@@ -73,13 +73,13 @@ def hand_over(folder, descriptors):
 
 
 async def say(listener, data, *, end=False):
-    """What the proxy answers to `data`, all of it; `end`: nothing more will be said."""
+    """The whole answer of the proxy to `data`. `end`: closes the sending side."""
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     try:
         writer.write(data)
         if end:
             writer.write_eof()
-        async with asyncio.timeout(50):  # less than a connection without traffic may stay
+        async with asyncio.timeout(50):  # shorter than the idle limit
             return await reader.read()
     except ConnectionResetError:
         return b"reset"
@@ -94,7 +94,7 @@ def status(answer):
 # What it carries ------------------------------------------------------------------------------------------------------
 
 
-async def test_plain_http_goes_out_rewritten(tmp_path):
+async def test_plain_http_is_rewritten(tmp_path):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         asked = (
             f"GET http://127.0.0.1:{server.port}/a?b=c HTTP/1.1\r\nHost: elsewhere.example\r\nAccept: */*\r\n"
@@ -105,7 +105,7 @@ async def test_plain_http_goes_out_rewritten(tmp_path):
         assert server.seen == [want.encode()] and not listener.proxy.refused
 
 
-async def test_a_tunnel_carries_both_ways_until_both_ends_close(tmp_path):
+async def test_tunnel_forwards_both_ways_until_both_ends_close(tmp_path):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         asked = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         big = b"x" * 3_000_000 + b"\r\n\r\n"
@@ -113,7 +113,7 @@ async def test_a_tunnel_carries_both_ways_until_both_ends_close(tmp_path):
         assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n" + ANSWER and server.seen == [big]
 
 
-async def test_a_body_goes_out_whole_and_nothing_after_it(tmp_path):
+async def test_body_is_forwarded_completely_and_nothing_after_it(tmp_path):
     async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         body = b"b" * 20_000
         asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
@@ -127,7 +127,7 @@ async def test_a_body_goes_out_whole_and_nothing_after_it(tmp_path):
         assert not any(b"second" in seen for seen in server.seen)
 
 
-async def test_a_program_that_hangs_up_or_says_more_ends_its_connection(tmp_path):
+async def test_program_that_closes_or_sends_more_ends_its_connection(tmp_path):
     async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         for more in (b"", asked):  # the server keeps its end open
@@ -136,12 +136,12 @@ async def test_a_program_that_hangs_up_or_says_more_ends_its_connection(tmp_path
             assert await reader.readexactly(len(ANSWER)) == ANSWER
             writer.write(more) if more else writer.write_eof()
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), 50) == b""  # without traffic it would stay open for 60 s
+                assert await asyncio.wait_for(reader.read(), 50) == b""  # the idle limit would end it only after 60 s
             writer.close()
         assert [seen.count(b"GET") for seen in server.seen] == [1, 1]
 
 
-async def test_a_server_that_answers_before_it_has_read_all(tmp_path):
+async def test_server_that_answers_before_it_has_read_everything(tmp_path):
     async with Server(b"HTTP/1.1 413 Too Large\r\n\r\n") as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n".encode()
         assert status(await say(listener, asked)) == 413
@@ -165,7 +165,7 @@ async def test_a_server_that_answers_before_it_has_read_all(tmp_path):
         "GET http://example.com/?http://127.0.0.1:{port}/ HTTP/1.1",
     ],
 )
-async def test_what_is_not_on_the_list_is_refused_without_a_look_up(tmp_path, monkeypatch, line):
+async def test_unlisted_destination_is_refused_without_a_look_up(tmp_path, monkeypatch, line):
     monkeypatch.setattr(addresses, "resolve", lambda *_: pytest.fail("a name that is not on the list was looked up"))
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         answer = await say(listener, (line.format(port=server.port, other=server.port ^ 1) + "\r\nHost: h\r\n\r\n").encode())
@@ -212,7 +212,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("asked", MALFORMED)
-async def test_what_could_be_read_in_two_ways_is_refused(tmp_path, asked):
+async def test_ambiguous_request_is_refused(tmp_path, asked):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         assert status(await say(listener, asked.replace("{port}", str(server.port)).encode("latin-1"))) == 400
         assert server.seen == []
@@ -226,7 +226,7 @@ async def test_chunked_bodies_need_a_length(tmp_path):
         assert server.seen == []
 
 
-def test_a_name_in_connection_cannot_take_the_length_away():
+def test_connection_header_cannot_remove_the_content_length():
     wanted = heads.parse_request(
         b"POST http://a.example/ HTTP/1.1\r\nHost: h\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n"
     )
@@ -245,7 +245,7 @@ def test_a_name_in_connection_cannot_take_the_length_away():
         *("2002:7f00:1::", "2002:a9fe:a9fe::1", "2001:0:7f00:1::1", "2001:db8::1"),
     ],
 )
-def test_addresses_that_no_name_may_lead_to(address):
+def test_addresses_that_are_not_public(address):
     assert not is_public(ipaddress.ip_address(address))
 
 
@@ -254,7 +254,7 @@ def test_public_addresses(address):
     assert is_public(ipaddress.ip_address(address))
 
 
-async def test_a_name_leads_to_the_loopback_only_where_the_address_is_listed_too(tmp_path, monkeypatch):
+async def test_name_reaches_the_loopback_only_if_the_address_is_listed_too(tmp_path, monkeypatch):
     looked_up = []
     monkeypatch.setattr(addresses, "resolve", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
     async with Server() as server:
@@ -266,18 +266,18 @@ async def test_a_name_leads_to_the_loopback_only_where_the_address_is_listed_too
         (tmp_path / "b").mkdir()
         async with proxied(tmp_path / "b", f"inner.example:{server.port}", f"127.0.0.1:{server.port}") as listener:
             assert await say(listener, asked) == ANSWER and f"Host: inner.example:{server.port}".encode() in server.seen[0]
-    assert looked_up == ["inner.example", "inner.example"]  # once for each request: there is no second answer to change
+    assert looked_up == ["inner.example", "inner.example"]  # once per request, so no later answer counts
 
 
-async def test_the_machines_own_public_address_is_no_way_to_its_servers(tmp_path, monkeypatch):
+async def test_machines_own_public_address_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(addresses, "resolve", lambda *_: ["127.0.0.1"])
-    monkeypatch.setattr(addresses, "is_public", lambda address: True)  # as if this machine's address were one of the internet
+    monkeypatch.setattr(addresses, "is_public", lambda address: True)  # as if this machine's address were public
     async with Server() as server, proxied(tmp_path, f"own.example:{server.port}") as listener:
         answer = await say(listener, f"CONNECT own.example:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
         assert status(answer) == 403 and b"this machine" in answer and server.seen in ([], [b""])
 
 
-async def test_a_name_that_is_unknown_or_slow_is_told(tmp_path, monkeypatch):
+async def test_unknown_or_slow_name_is_an_error(tmp_path, monkeypatch):
     def unknown(*_):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -296,10 +296,10 @@ async def test_a_name_that_is_unknown_or_slow_is_told(tmp_path, monkeypatch):
         over.set()
 
 
-# What it bounds -------------------------------------------------------------------------------------------------------
+# Limits -------------------------------------------------------------------------------------------------------
 
 
-async def test_heads_are_bounded_in_size_number_and_time(tmp_path):
+async def test_heads_are_limited_in_size_number_and_time(tmp_path):
     (tmp_path / "a").mkdir()
     async with proxied(tmp_path / "a", "127.0.0.1:1", head_bytes=4096) as listener:
         assert status(await say(listener, b"GET http://127.0.0.1:1/" + b"a" * 100_000)) == 431
@@ -308,7 +308,7 @@ async def test_heads_are_bounded_in_size_number_and_time(tmp_path):
     async with proxied(tmp_path / "b", "127.0.0.1:1", head_s=0.5) as listener:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         answer = asyncio.create_task(reader.read())
-        async with asyncio.timeout(50):  # a bound that began anew with each byte would never end it
+        async with asyncio.timeout(50):  # a limit that restarts with each byte would never end it
             while not answer.done():
                 writer.write(b"a")
                 await asyncio.sleep(0.05)
@@ -316,7 +316,7 @@ async def test_heads_are_bounded_in_size_number_and_time(tmp_path):
         writer.close()
 
 
-async def test_connections_past_the_bound_wait_and_go_on(tmp_path):
+async def test_connections_beyond_the_limit_wait(tmp_path):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}", connections=3) as listener:
         idle = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(3)]  # accepted in this order
         asked = asyncio.create_task(say(listener, f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()))
@@ -328,14 +328,14 @@ async def test_connections_past_the_bound_wait_and_go_on(tmp_path):
             writer.close()
 
 
-async def test_a_connection_without_traffic_ends_and_so_does_one_that_drips(tmp_path):
+async def test_idle_and_slow_connections_end(tmp_path):
     for name in ("idle", "drips"):
         (tmp_path / name).mkdir()
     async with Server(hang_up=False) as server:
         connect = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         async with proxied(tmp_path / "idle", f"127.0.0.1:{server.port}", idle_s=0.4) as listener:
             start = time.monotonic()
-            await say(listener, connect)  # which waits less long than a connection may last, 900 s
+            await say(listener, connect)  # the idle limit, not the total one of 900 s
             assert time.monotonic() - start > 0.3
         async with proxied(tmp_path / "drips", f"127.0.0.1:{server.port}", idle_s=2.0, total_s=3.0) as listener:
             _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
@@ -353,8 +353,8 @@ async def test_a_connection_without_traffic_ends_and_so_does_one_that_drips(tmp_
             writer.close()
 
 
-async def test_a_server_listed_by_its_address_may_think_longer_than_a_connection_may_idle(tmp_path, monkeypatch):
-    """A model's server says nothing before its answer is whole. One that only a name leads to is no server of the operator's."""
+async def test_idle_limit_does_not_apply_to_a_server_listed_by_its_address(tmp_path, monkeypatch):
+    """A model's server sends nothing before its answer is complete. A server that is listed by name only is not the operator's."""
     monkeypatch.setattr(addresses, "resolve", lambda host, port: ["127.0.0.1"])
     async with Server(thinks_s=0.6) as server:
         own = f"127.0.0.1:{server.port}"
@@ -368,7 +368,7 @@ async def test_a_server_listed_by_its_address_may_think_longer_than_a_connection
     assert [answer.endswith(ANSWER) for answer in answers] == [True, False, True, False]
 
 
-async def test_all_connections_together_may_move_so_many_bytes(tmp_path):
+async def test_byte_budget_covers_all_connections(tmp_path):
     big = b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 60_000
     async with Server(big) as server, proxied(tmp_path, f"127.0.0.1:{server.port}", total_bytes=100_000) as listener:
         asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
@@ -378,7 +378,7 @@ async def test_all_connections_together_may_move_so_many_bytes(tmp_path):
         assert status(answer) == 403 and b"100000 bytes" in answer and len(server.seen) == 2
 
 
-async def test_the_first_refusal_is_logged_and_the_rest_are_counted(tmp_path, caplog):
+async def test_first_refusal_is_logged_and_the_others_are_counted(tmp_path, caplog):
     async with proxied(tmp_path, "127.0.0.1:1") as listener:
         for _ in range(5):
             await say(listener, b"CONNECT example.com:443 HTTP/1.1\r\nHost: h\r\n\r\n")
@@ -416,7 +416,7 @@ async def test_closing_ends_everything(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["nothing", "two", "pipe", "local", "not listening", "datagrams", "hang up"])
-async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
+async def test_only_a_single_listener_is_accepted(tmp_path, kind):
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
         pipe = os.pipe()
@@ -439,8 +439,8 @@ async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, caplog):
-    """The maker keeps a copy, makes `accept` wait, and takes what the host was to take; the driver goes on and closes in time."""
+async def test_listener_that_the_exec_server_tampers_with_blocks_nothing(tmp_path, caplog):
+    """The creator keeps a copy, makes `accept` block, and accepts the host's connections; the driver continues and closes in time."""
     kept = []
     listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
     port = hand_over(tmp_path, lambda listener: kept.append(listener.dup()) or [listener.fileno()])
@@ -460,11 +460,10 @@ async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, cap
 
 def test_without_an_allow_list_nothing_changes(tmp_path):
     spec = SandboxSpec(image="x")
-    assert EgressListener.for_spec("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
     assert "network" not in limits.server_options("test", spec) and egress.socket_mounts(tmp_path, spec) == {}
 
 
-def test_programs_own_loopback_is_theirs_unless_it_is_given_to_the_host():
+def test_loopback_bypasses_the_proxy_unless_it_is_listed():
     options = limits.server_options("test", SandboxSpec(image="x", network=("pypi.org:443",)))
     environment = options["network"]["environment"]
     assert environment["no_proxy"] == environment["NO_PROXY"] == "localhost,127.0.0.1,::1"

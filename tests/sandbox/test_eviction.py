@@ -1,4 +1,4 @@
-"""Images that nobody has used for long go, and what is in use, being built or somebody else's stays."""
+"""Unused images are removed; images that are in use, being built or from other caches are kept."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ SERVER, OLD_SERVER = "exec_server-1111111111111111.pyc", "exec_server-2222222222
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An image unused for 40 days, one just made, and an old one that is in use with a new exec server."""
+    """An image unused for 40 days, a new one, and an old one that is in use with a new exec server."""
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     for key in (OLD, NEW, USED):
@@ -44,7 +44,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def test_what_is_unused_goes_and_the_rest_stays(cache):
+def test_unused_images_are_removed(cache):
     before = {folder.name: names(folder) for folder in cache.iterdir()}
     listed = evict(days=30, dry=True)
     assert {folder.name: names(folder) for folder in cache.iterdir()} == before
@@ -52,12 +52,12 @@ def test_what_is_unused_goes_and_the_rest_stays(cache):
     assert [item.name for item in listed] == wanted and all(39.9 < item.days < 40.1 for item in listed)
     assert 100_000 < next(item.size for item in listed if item.name == f"{OLD}/rootfs") < 200_000
     assert [item.name for item in evict(days=30, dry=False)] == wanted
-    assert names(cache / OLD) == [] and (cache / OLD / "files.lock").exists()  # a process may wait there for its turn to build
+    assert names(cache / OLD) == [] and (cache / OLD / "files.lock").exists()  # a process may be waiting for the lock
     assert names(cache / NEW) == before[NEW] and names(cache / USED) == ["base.tar", SERVER, "rootfs"]
     assert evict(days=30, dry=False) == []
 
 
-def test_what_a_killed_build_left_goes_at_once_unless_somebody_builds(cache):
+def test_leftovers_of_a_killed_build_are_removed_unless_a_build_runs(cache):
     (cache / NEW / "rootfs.123" / "usr").mkdir(parents=True)
     (cache / NEW / "base.123.tar").write_bytes(b"half")
     with open(cache / NEW / "files.lock", "w") as lock:
@@ -68,7 +68,7 @@ def test_what_a_killed_build_left_goes_at_once_unless_somebody_builds(cache):
 
 
 @pytest.mark.docker
-async def test_images_of_the_daemon_go_with_their_folder(cache, tmp_path, monkeypatch):
+async def test_images_of_the_daemon_are_removed_with_their_folder(cache, tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST")
     api = library.APIClient(base_url=docker_client.daemon_address(), version=docker_client.API_VERSION)
     (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
@@ -90,7 +90,7 @@ async def test_images_of_the_daemon_go_with_their_folder(cache, tmp_path, monkey
 
 
 @pytest.mark.bubblewrap
-async def test_opening_a_sandbox_notes_that_its_image_is_in_use(tmp_path):
+async def test_opening_a_sandbox_records_the_use_of_its_image(tmp_path):
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
     backend = select_backend("bubblewrap", run_label="test", root=tmp_path)

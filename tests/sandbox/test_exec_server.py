@@ -1,4 +1,4 @@
-"""Parts of the exec server that need no sandbox: its bookkeeping of output, and that its modules can be joined for a plain Python."""
+"""Parts of the exec server that need no sandbox: the limits on output, and the joining of its modules."""
 
 import ast
 import collections
@@ -13,7 +13,11 @@ from agentrl.sandbox.inside import program
 from agentrl.sandbox.inside.program import Output
 
 OLDEST = (3, 9)
-PARTS = server_code.module_trees()
+PARTS = {name: ast.parse((server_code.FOLDER / f"{name}.py").read_text()) for name in server_code.MODULES}
+
+
+def internal_imports(nodes):
+    return [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module.startswith("agentrl.sandbox.inside.")]
 
 
 @given(st.lists(st.binary(max_size=200), max_size=20), st.integers(0, 100))
@@ -41,7 +45,7 @@ def test_output_memory_is_bounded():
 # What is handed to sandboxes ------------------------------------------------------------------------------------------
 
 
-def test_the_joined_file_needs_only_a_plain_python():
+def test_joined_file_needs_only_the_standard_library():
     tree = ast.parse(server_code.source(), feature_version=OLDEST)
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -53,18 +57,18 @@ def test_every_module_is_joined_and_in_order():
     assert set(PARTS) == {path.stem for path in server_code.FOLDER.glob("*.py")} - {"__init__"}
     order = list(PARTS)
     for name, tree in PARTS.items():
-        for node in server_code.internal_imports(tree.body):
+        for node in internal_imports(tree.body):
             assert order.index(node.module.rpartition(".")[2]) < order.index(name)
-    assert order[-1] == server_code.ENTRY_MODULE
+    assert order[-1] == "main"
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_modules_import_names_as_they_are(name):
-    """What joining them takes away must not have given a name another name, or been needed under a module's name."""
+def test_modules_import_without_renaming(name):
+    """Joining removes these imports, so they may neither rename anything nor import modules."""
     for node in ast.walk(PARTS[name]):
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("agentrl") for alias in node.names)
-    for node in server_code.internal_imports(ast.walk(PARTS[name])):
+    for node in internal_imports(ast.walk(PARTS[name])):
         assert all(alias.asname is None and alias.name != "*" for alias in node.names)
 
 

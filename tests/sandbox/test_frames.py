@@ -1,4 +1,4 @@
-"""What a sandbox may send, and that nothing else gets past the host."""
+"""Frames from a sandbox: valid ones are parsed, all others raise a typed error."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_any_header_gives_a_result_or_a_typed_error(change, body):
 
 
 @given(st.data(), st.binary(max_size=16), st.floats(0, 1e9) | st.integers(0, 1000), st.booleans())
-def test_any_sound_header_gives_its_result(data, body, wall_s, truncated):
+def test_any_valid_header_gives_its_result(data, body, wall_s, truncated):
     cut = data.draw(st.integers(0, len(body)))
     code, reason = data.draw(
         st.integers(0, 255).map(lambda code: (code, ""))
@@ -105,7 +105,7 @@ SIZES = st.integers(0, 2**32 - 1) | st.integers(0, frames.MAX_REPLY_HEADER + 2)
 
 
 @given(SIZES, SIZES)
-def test_a_prefix_is_read_within_its_bounds_and_refused_outside(header_size, body_size):
+def test_prefix_is_read_within_its_limits(header_size, body_size):
     data = frames.PREFIX.pack(header_size, body_size)
     if 2 <= header_size <= frames.MAX_REPLY_HEADER:
         assert frames.parse_prefix(data) == (header_size, body_size)
@@ -115,7 +115,7 @@ def test_a_prefix_is_read_within_its_bounds_and_refused_outside(header_size, bod
 
 
 @given(st.integers(), st.booleans(), st.dictionaries(st.text(max_size=8), json_values, max_size=3))
-def test_a_header_with_id_and_ok_is_that_object(number, ok, more):
+def test_header_with_id_and_ok_is_returned(number, ok, more):
     value = {**more, "id": number, "ok": ok}
     text = json.dumps(value)
     assert json.dumps(frames.parse_header(text.encode())) == text

@@ -1,4 +1,4 @@
-"""What an agent leaves to get out of being captured, or to end its sandbox: whatever the host does next succeeds, or fails typed."""
+"""Files and processes with which an agent tries to prevent a snapshot or to end its sandbox: each call gives a result or a typed error."""
 
 import asyncio
 import os
@@ -57,7 +57,7 @@ LEASE = (
     "    try: fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
     "    except OSError: open('refused', 'w').close()\n"
     "    one, other = socket.socketpair()\n"
-    "    socket.send_fds(one, [b'x'], [fd, one.fileno(), other.fileno()])\n"  # keeps the file open, and itself
+    "    socket.send_fds(one, [b'x'], [fd, one.fileno(), other.fileno()])\n"  # keeps the file and itself open
     "    open('ready', 'w').close()\n"
     "    time.sleep(600)\n"
     "while not os.path.exists('ready'): time.sleep(0.01)\n"
@@ -93,7 +93,7 @@ async def left(backend, program):
 
 
 @pytest.mark.parametrize("kind", LEAVE)
-async def test_a_snapshot_is_made_of_whatever_is_left_and_comes_back_as_it_was(backend, kind):
+async def test_any_files_can_be_captured_and_restored(backend, kind):
     sandbox = await left(backend, LEAVE[kind])
     archive = await in_time(sandbox.snapshot())
     copy = await in_time(backend.open(SPEC, snapshot=archive))
@@ -104,7 +104,7 @@ async def test_a_snapshot_is_made_of_whatever_is_left_and_comes_back_as_it_was(b
     await answers(copy)
 
 
-async def test_no_lease_keeps_a_file_from_being_captured(backend):
+async def test_leases_do_not_prevent_a_snapshot(backend):
     sandbox = await left(backend, LEASE)
     archive = await in_time(sandbox.snapshot())
     copy = await backend.open(SPEC, snapshot=archive)
@@ -120,7 +120,7 @@ async def test_no_lease_keeps_a_file_from_being_captured(backend):
         "open('f', 'w').truncate(1 << 40)\n",
     ],
 )
-async def test_what_is_too_large_is_refused_in_time(backend, program):
+async def test_oversized_tree_is_refused_in_time(backend, program):
     sandbox = await left(backend, program)
     with pytest.raises(ValueError, match=r"the working directory is (nested|larger)"):
         await in_time(sandbox.snapshot())
@@ -129,8 +129,8 @@ async def test_what_is_too_large_is_refused_in_time(backend, program):
     await in_time(sandbox.close())
 
 
-async def test_what_still_runs_is_ended_before_outputs_are_listed(backend):
-    """Else it could make files vanish as they are read, and take the time for it, until collecting them is a fault of the machine."""
+async def test_running_processes_are_killed_before_outputs_are_collected(backend):
+    """Otherwise they could remove files while they are read, until collecting the outputs becomes an infrastructure fault."""
     busy = (
         "import os\n"
         "for n in range(1000): open(f'{n:04}', 'w').close()\n"
@@ -146,7 +146,7 @@ async def test_what_still_runs_is_ended_before_outputs_are_listed(backend):
     assert (await sandbox.python(count, timeout_s=20)).stdout == "[]\n"
 
 
-async def test_odd_names_among_outputs_are_told(backend):
+async def test_outputs_with_odd_names_are_reported(backend):
     sandbox = await left(backend, "open(b'\\xff', 'w').write('x'); open('a', 'w').write('y')")
     collected = await collect_outputs(sandbox, ["*"])
     assert collected.files == {"a": b"y"} and list(collected.refused) == ["\\udcff"]
@@ -156,7 +156,7 @@ async def test_odd_names_among_outputs_are_told(backend):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "x" * 5000, "../" * 2000 + "etc/passwd", "a\0b", "", "/etc/passwd", "\udfff/\udfff"])
-async def test_no_name_that_an_agent_thinks_of_ends_its_sandbox(backend, text):
+async def test_no_file_name_ends_the_sandbox(backend, text):
     sandbox = await backend.open(SPEC)
     for work in (sandbox.read(text, max_bytes=10), sandbox.write(text, b""), sandbox.write_all({"a": b"", text: b""})):
         with pytest.raises(ValueError, match="path"):
@@ -164,7 +164,7 @@ async def test_no_name_that_an_agent_thinks_of_ends_its_sandbox(backend, text):
     await answers(sandbox)
 
 
-async def test_arguments_without_end_are_the_programs_failure(backend):
+async def test_oversized_arguments_are_blamed_on_the_program(backend):
     sandbox = await backend.open(SPEC)
     for argv, env in ((["true", *["x" * 1000] * 3000], None), (["true"], {f"A{n}": "x" * 100 for n in range(20_000)})):
         result = await sandbox.exec(argv, env=env, timeout_s=20)
@@ -177,7 +177,7 @@ async def test_arguments_without_end_are_the_programs_failure(backend):
     await answers(sandbox)
 
 
-async def test_any_call_has_a_result_or_a_typed_error_and_the_sandbox_goes_on(backend):
+async def test_any_call_gives_a_result_or_a_typed_error(backend):
     sandbox = await backend.open(SPEC)
     loop = asyncio.get_running_loop()
 
@@ -212,9 +212,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("where", BROKEN)
-async def test_a_program_that_is_not_started_has_no_exit_code(backend, where, tmp_path):
+async def test_program_that_does_not_start_has_no_exit_code(backend, where, tmp_path):
     if backend.name == "bubblewrap" and os.geteuid() != 0:
-        pytest.skip("with one user a child that fails cannot be told from its program")
+        pytest.skip("with one user, a failed child cannot be distinguished from its program")
     old, new, kinds = BROKEN[where]
     source = server_code.source()
     assert source.count(old) == 1
@@ -239,7 +239,7 @@ WOKEN = (
 )
 
 
-async def test_a_program_whose_timers_wake_it_does_not_go_on_through_a_pause(backend):
+async def test_program_with_timers_does_not_continue_during_a_pause(backend):
     sandbox = await backend.open(SPEC)
     count = (
         "import os\nfd = os.open('at', os.O_CREAT | os.O_WRONLY)\nbegan = time.monotonic()\n"
@@ -247,7 +247,7 @@ async def test_a_program_whose_timers_wake_it_does_not_go_on_through_a_pause(bac
     )
     running = asyncio.create_task(sandbox.exec(["python3", "-c", WOKEN + count], timeout_s=20))
     async with asyncio.timeout(20):
-        while not any(holds_open(pid, "/at") for pid in processes_of(WOKEN)):  # its timers are set by then
+        while not any(holds_open(pid, "/at") for pid in processes_of(WOKEN)):  # its timers are set
             await asyncio.sleep(0.05)
     await sandbox.pause()
     await asyncio.sleep(3)
@@ -258,7 +258,7 @@ async def test_a_program_whose_timers_wake_it_does_not_go_on_through_a_pause(bac
     await sandbox.close()
 
 
-async def test_a_snapshot_is_made_while_a_program_that_is_woken_changes_modes(backend):
+async def test_snapshot_succeeds_while_a_program_changes_modes(backend):
     sandbox = await backend.open(SPEC)
     race = (
         "import os\nif os.fork(): os._exit(0)\nos.setsid(); os.close(1); os.close(2)\n"
@@ -275,7 +275,7 @@ async def test_a_snapshot_is_made_while_a_program_that_is_woken_changes_modes(ba
     await sandbox.close()
 
 
-async def test_a_sparse_file_larger_than_the_disk_opens_from_its_snapshot(backend):
+async def test_sparse_file_larger_than_the_disk_can_be_restored(backend):
     sandbox = await backend.open(SPEC)
     sparse = "import os\nf = open('f', 'wb'); f.truncate(30 << 20)\nfor at in (5, 9 << 20, (30 << 20) - 1): f.seek(at); f.write(b'x')\n"
     assert (await sandbox.exec(["python3", "-c", sparse], timeout_s=10)).ok

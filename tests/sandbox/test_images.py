@@ -1,4 +1,4 @@
-"""Image recipes: what is refused, what names the result, and that a build happens once."""
+"""Image recipes: errors, names, and builds."""
 
 import os
 import threading
@@ -67,9 +67,9 @@ def test_a_failed_build_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in image.folder.iterdir()] == ["files.lock"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root's builds mount anything")
-def test_what_a_build_mounts_is_seen_by_nobody_else(tmp_path, monkeypatch):
-    """An attack that watches the machine's mounts must not take a build beside it for an escape."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only builds by root mount anything")
+def test_mounts_of_a_build_are_private(tmp_path, monkeypatch):
+    """An attack that watches the machine's mounts must not mistake a concurrent build for an escape."""
     image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
     tool = tmp_path / "bin" / "mmdebstrap"
     tool.parent.mkdir()
@@ -104,7 +104,7 @@ def test_parallel_callers_build_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("version", "said"), [("", "no python3"), ("python3.7", r"python3\.7"), ("python3.11", None)])
-def test_packages_must_bring_a_python_that_is_new_enough(tmp_path, monkeypatch, version, said):
+def test_packages_must_include_a_recent_python(tmp_path, monkeypatch, version, said):
     image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
     tool = tmp_path / "bin" / "mmdebstrap"
     tool.parent.mkdir()

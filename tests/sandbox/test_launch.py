@@ -1,4 +1,4 @@
-"""Programs that the waiting process launches beside itself: what they are, and what becomes of it when it is attacked or dies."""
+"""Programs that the waiting child launches, and attacks on that child."""
 
 import asyncio
 import os
@@ -33,38 +33,38 @@ async def shell(sandbox, script, **options):
 
 
 async def launcher(sandbox):
-    """The process that launches, as the sandbox numbers it."""
+    """Pid of the launching child in the sandbox."""
     result = await shell(sandbox, "echo $PPID")
     assert result.ok and int(result.stdout) > 1
     return int(result.stdout)
 
 
 def outside(sandbox, number):
-    """Pid on this machine of process `number` of the sandbox, which is one of the exec server's."""
+    """Pid on this machine of process `number` of the exec server's user in the sandbox."""
     (pid,) = (pid for pid in processes_of("exec_server") if lease_of_process(pid) in sandbox.id and inner_pid(pid) == number)
     return pid
 
 
-async def test_one_process_launches_program_after_program(sandbox):
+async def test_one_child_launches_all_programs(sandbox):
     first = await launcher(sandbox)
     assert [await launcher(sandbox) for _ in range(3)] == [first] * 3
     assert (await sandbox.exec(["no-such-program"], timeout_s=20)).exit_code == 127
     assert (await sandbox.exec(["/etc"], timeout_s=20)).exit_code == 126
     second = await launcher(sandbox)
-    assert second != first  # it had become the program that there was none of
+    assert second != first  # it had become the program that does not exist
     assert (await sandbox.python("import os; print(os.getpid())", timeout_s=20)).stdout == f"{second}\n"
     assert (await sandbox.python("1", timeout_s=20, session="s")).stdout == "1\n"
     assert (await sandbox.exec(["cat"], stdin=b"in", timeout_s=20)).stdout == "in"
     assert (await sandbox.exec(["cat"], timeout_s=20)).stdout == ""
 
 
-async def test_a_launched_program_is_what_a_forked_one_is(sandbox):
+async def test_launched_program_equals_a_forked_one(sandbox):
     facts = (
         "import os, resource, sys\n"
         "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
         "names = ('Uid', 'Gid', 'Groups', 'CapInh', 'CapPrm', 'CapEff', 'CapBnd', 'CapAmb', 'NoNewPrivs', 'Seccomp')\n"
         "names += ('Threads', 'SigBlk', 'SigIgn', 'SigCgt', 'Cpus_allowed_list')\n"
-        "status['SigIgn'] = hex(int(status['SigIgn'], 16) & ~(3 << 31))\n"  # the C library's own two, ignored behind posix_spawn
+        "status['SigIgn'] = hex(int(status['SigIgn'], 16) & ~(3 << 31))\n"  # the C library's own two, which posix_spawn leaves ignored
         "print([(name, status[name].split()) for name in names])\n"
         "print([(name, resource.getrlimit(getattr(resource, name))) for name in dir(resource) if name.startswith('RLIMIT')])\n"
         "print(os.getresuid(), os.getresgid(), os.getgroups(), os.getcwd(), os.umask(0), os.getpriority(0, 0), os.sched_getscheduler(0))\n"
@@ -79,8 +79,8 @@ async def test_a_launched_program_is_what_a_forked_one_is(sandbox):
     assert forked.ok and launched.stdout.splitlines() == forked.stdout.splitlines()
 
 
-async def test_a_program_cannot_reach_what_launches_it(sandbox):
-    """Not even in its first moments, when the thread that has started it may still have the same ids."""
+async def test_program_cannot_reach_its_launcher(sandbox):
+    """Not even at first, while the thread that has started it may still have the same ids."""
     before = await launcher(sandbox)
     for _ in range(20):
         assert (await shell(sandbox, "kill -9 -1; echo alive")).stdout == "alive\n"
@@ -89,14 +89,14 @@ async def test_a_program_cannot_reach_what_launches_it(sandbox):
     assert await launcher(sandbox) == before
 
 
-async def test_a_program_may_mind_its_parents_end(sandbox):
-    """From its first moment: what starts it stays as long as it does."""
+async def test_parent_death_signal_works(sandbox):
+    """The thread that starts a program exists as long as the program."""
     for _ in range(50):
         assert (await sandbox.exec(["setpriv", "--pdeathsig", "KILL", "sleep", "0.01"], timeout_s=20)).exit_code == 0
 
 
-async def test_what_is_left_behind_cannot_take_the_sandbox_along(sandbox):
-    """It aims at single threads of every process that is not its own, all the while that programs are launched."""
+async def test_leftover_process_cannot_end_the_sandbox(sandbox):
+    """It signals single threads of all other processes while programs are launched."""
     hunt = (
         "import ctypes, os, signal, time\n"
         "libc = ctypes.CDLL(None)\n"
@@ -120,7 +120,7 @@ async def test_what_is_left_behind_cannot_take_the_sandbox_along(sandbox):
     assert (await sandbox.python("print(1)", timeout_s=20)).stdout == "1\n"
 
 
-async def test_a_launcher_that_is_killed_takes_its_program_along(sandbox):
+async def test_killed_launcher_ends_its_program(sandbox):
     pid = outside(sandbox, await launcher(sandbox))
     running = asyncio.create_task(shell(sandbox, "sleep 60 & sleep 60", timeout_s=90))
     await begun(pid)
@@ -133,7 +133,7 @@ async def test_a_launcher_that_is_killed_takes_its_program_along(sandbox):
     assert (await shell(sandbox, "cat; echo on", stdin=b"goes ")).stdout == "goes on\n"
 
 
-async def test_a_launcher_that_stands_still_costs_a_program_its_time(sandbox):
+async def test_stopped_launcher_makes_its_program_time_out(sandbox):
     pid = outside(sandbox, await launcher(sandbox))
     os.kill(pid, signal.SIGSTOP)
     result = await sandbox.exec(["true"], timeout_s=1.0)
@@ -141,7 +141,7 @@ async def test_a_launcher_that_stands_still_costs_a_program_its_time(sandbox):
     assert await launcher(sandbox) > 1
 
 
-async def test_a_launched_program_is_paused_and_timed_like_any_other(sandbox):
+async def test_launched_program_is_paused_and_timed(sandbox):
     await launcher(sandbox)
     running = asyncio.create_task(shell(sandbox, "sleep 0.5; echo done", timeout_s=2.0))
     await asyncio.sleep(0.2)
@@ -157,18 +157,18 @@ async def test_a_launched_program_is_paused_and_timed_like_any_other(sandbox):
     assert await launcher(sandbox) != before
 
 
-async def test_without_room_for_a_process_its_own_becomes_the_program(sandbox):
+async def test_without_a_free_process_the_child_becomes_the_program(sandbox):
     fill = "import os, time\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\nexcept OSError: print('full')"
     await launcher(sandbox)
-    assert (await sandbox.python(fill, timeout_s=20)).stdout == "full\n"  # but for the place that it had itself
+    assert (await sandbox.python(fill, timeout_s=20)).stdout == "full\n"  # except its own slot
     for _ in range(3):
         result = await sandbox.exec(["sh", "-c", "echo $PPID; :"], timeout_s=20)
-        assert (result.exit_code, result.stdout) == (0, "1\n")  # a child of process 1, as one is that was not launched
+        assert (result.exit_code, result.stdout) == (0, "1\n")  # a child of process 1, so it was not launched
     result = await sandbox.exec(["python3", "-I", "-c", "import os\nos.fork()"], timeout_s=20)
     assert result.exit_code == 1 and "BlockingIOError" in result.stderr
 
 
-async def test_a_launcher_outlives_a_program_that_takes_all_memory(sandbox):
+async def test_launcher_survives_a_program_that_takes_all_memory(sandbox):
     before = await launcher(sandbox)
     large = f"b = bytearray(b'x') * {4 * SPEC.memory_mb << 20}"
     result = await sandbox.exec(["python3", "-I", "-c", large], timeout_s=20)
@@ -187,7 +187,7 @@ async def test_a_launcher_outlives_a_program_that_takes_all_memory(sandbox):
 
 
 async def begun(pid):
-    """Returns once a program is there that `pid` has launched."""
+    """Returns once `pid` has launched a program."""
     async with asyncio.timeout(20):
         while not any(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")):
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What a Dockerfile says that holds in a sandbox, before any daemon is asked."""
+"""ENV and WORKDIR of a Dockerfile in a sandbox, without a daemon."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.sandbox.inside.users import ENVIRONMENT
 OURS = ENVIRONMENT["PATH"]
 
 
-def test_variables_reach_programs_but_not_those_that_start_code_or_say_who_one_is() -> None:
+def test_variables_reach_programs_except_reserved_ones() -> None:
     said = ["MODE=a=b", "EMPTY=", "LANG=de_DE.UTF-8", "HOME=/root", "USER=root", "LD_PRELOAD=/app/x.so", "BASH_ENV=/app/x", "nothing"]
     assert layout.environment(said, "/app") == {"MODE": "a=b", "EMPTY": "", "LANG": "de_DE.UTF-8"}
     for many in ([f"V{number}=" for number in range(129)], [f"V={'x' * 17_000}"]):
@@ -26,11 +26,11 @@ def test_variables_reach_programs_but_not_those_that_start_code_or_say_who_one_i
         ("/application/bin", f"/application/bin:{OURS}"),
     ],
 )
-def test_programs_are_not_looked_for_where_an_agent_can_write(said: str, path: str) -> None:
+def test_path_excludes_folders_that_an_agent_can_write_to(said: str, path: str) -> None:
     assert layout.environment([f"PATH={said}"], "/app") == {"PATH": path}
 
 
-def test_a_working_directory_is_one_that_can_be_moved() -> None:
+def test_system_folders_cannot_be_the_working_directory() -> None:
     assert [layout.working_directory(said) for said in ("", "/", "/app", "/app/", "/root", "/home/agent", "/usr/src/app")] == [
         "/app",
         "/app",

@@ -1,4 +1,4 @@
-"""Leases tell living drivers from dead ones; the reaper goes by them."""
+"""Leases distinguish living drivers from dead ones."""
 
 import os
 import subprocess
@@ -8,24 +8,24 @@ from agentrl.sandbox import lease
 from agentrl.sandbox.reaper import lease_in_name
 
 
-def test_this_process_is_alive_and_a_dead_one_is_not():
+def test_lease_of_a_dead_process_is_not_alive():
     assert lease.alive(lease.lease())
     code = "from agentrl.sandbox.lease import lease; print(lease())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other != lease.lease() and not lease.alive(other)
 
 
-def test_a_reused_pid_is_not_the_same_driver():
+def test_reused_pid_has_another_lease():
     boot, pid, start = lease.lease().split("-")
     assert int(pid) == os.getpid()
     assert not lease.alive(f"{boot}-{pid}-{int(start) - 1}")
     assert not lease.alive(f"00000000-{pid}-{start}")
 
 
-def test_what_is_no_lease_is_left_alone():
+def test_other_text_counts_as_alive():
     assert lease.alive("") and lease.alive("somebody-else")
 
 
-def test_a_name_tells_its_lease():
+def test_name_contains_its_lease():
     first, second = lease.sandbox_name(), lease.sandbox_name()
     assert first != second and lease_in_name(first) == lease_in_name(second) == lease.lease()

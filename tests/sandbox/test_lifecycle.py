@@ -1,4 +1,4 @@
-"""Sandboxes given up, closed and killed at awkward moments: nothing stays, every error is a typed one, and every wait ends."""
+"""Sandboxes that are cancelled, closed and killed at awkward moments: nothing remains, every error is typed, and every wait ends."""
 
 import asyncio
 import contextlib
@@ -33,14 +33,14 @@ async def backend(request, root):
 
 
 def left():
-    """What there is of this process's sandboxes."""
+    """Everything that exists of this process's sandboxes."""
     hierarchy = cgroups.find_hierarchy()
     groups = hierarchy.names() if hierarchy is not None else []
     return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]
 
 
 async def steps(count):
-    """Lets the event loop go round `count` times: a moment that does not depend on how fast the machine is."""
+    """Runs `count` iterations of the event loop, so that the moment does not depend on the speed of the machine."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -48,8 +48,8 @@ async def steps(count):
 # A backend that is closed ----------------------------------------------------------------------------------------------
 
 
-async def test_a_backend_closed_during_openings_has_none_open(backend):
-    """More openings than go on at once: those that still wait for their turn are told, too."""
+async def test_closing_a_backend_cancels_openings(backend):
+    """There are more openings than may run at once, so some are still waiting."""
     openings = [asyncio.create_task(backend.open(SPEC if number % 3 else LISTED)) for number in range(20)]
     while not (backend._open or openings[0].done()):
         await asyncio.sleep(0.001)
@@ -65,7 +65,7 @@ async def test_a_backend_closed_during_openings_has_none_open(backend):
         await backend.open(SPEC)
 
 
-async def test_a_close_that_is_cancelled_goes_on(backend):
+async def test_cancelled_close_continues(backend):
     sandboxes = [await backend.open(SPEC) for _ in range(3)]
     pool = WarmPool(backend, warm=1, max_open=4)
     await pool.prepare(SPEC)
@@ -83,23 +83,13 @@ async def test_a_close_that_is_cancelled_goes_on(backend):
             await sandbox.exec(["true"], timeout_s=5)
 
 
-async def test_what_is_to_follow_the_end_of_a_sandbox_is_told_of_it_once(backend):
-    """Also when it is asked for afterwards: a pool would wait for that place forever."""
-    sandbox = await backend.open(SPEC)
-    told = []
-    sandbox.when_closed(lambda: told.append("before"))
-    await asyncio.gather(sandbox.close(), sandbox.close())
-    sandbox.when_closed(lambda: told.append("after"))
-    assert told == ["before", "after"]
-
-
 @pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["plain", "listed"])
-async def test_want_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, spec):
-    """However many are free, from none to enough."""
+async def test_lack_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, spec):
+    """With any number of free descriptors, from none to enough."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     refused = 0
     for free in range(24):
-        await (await backend.open(SPEC)).close()  # all threads and connections are there, and what was stuck goes
+        await (await backend.open(SPEC)).close()  # starts all threads and connections, and removes stuck folders
         taken = fill_up()
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + free, most))
@@ -120,7 +110,7 @@ async def test_want_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, 
 
 
 def fill_up():
-    """Takes every free descriptor below one that is above all others; gives them in order."""
+    """Takes all free descriptors below the highest one in use. Returns them in order."""
     taken = [os.open("/dev/null", os.O_RDONLY)]
     while taken[-1] < max(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()):
         taken.append(os.open("/dev/null", os.O_RDONLY))
@@ -128,8 +118,8 @@ def fill_up():
 
 
 @pytest.mark.bubblewrap
-async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, monkeypatch):
-    """And an opening that is given up meanwhile leaves nothing, for it waits for the kernel first."""
+async def test_event_loop_runs_while_the_kernel_creates_a_control_group(root, monkeypatch):
+    """An opening that is cancelled meanwhile waits for the kernel first, and leaves nothing."""
     if cgroups.find_hierarchy() is None:
         pytest.skip("this machine gives this user no control groups")
     backend = select_backend("bubblewrap", run_label="test", root=root)
@@ -142,10 +132,10 @@ async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, m
         assert go_on.wait(60.0)
         return make(*arguments)
 
-    monkeypatch.setattr(cgroups.Hierarchy, "make", slow)
+    monkeypatch.setattr(cgroups.Hierarchy, "create", slow)
     opening = asyncio.create_task(backend.open(SPEC))
     while not begun.is_set():
-        await asyncio.sleep(0.001)  # the event loop goes round
+        await asyncio.sleep(0.001)  # the event loop runs
     opening.cancel()
     await steps(20)
     go_on.set()
@@ -161,7 +151,7 @@ async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, m
 
 
 class TwoAtOnce(BubblewrapBackend):
-    """Makes no image before another one is being made."""
+    """Prepares an image only while another one is being prepared."""
 
     def __init__(self, root):
         super().__init__(run_label="test", root=root)
@@ -175,7 +165,7 @@ class TwoAtOnce(BubblewrapBackend):
 
 
 @pytest.mark.bubblewrap
-async def test_different_images_are_made_at_once_and_the_same_one_once(root):
+async def test_different_images_are_prepared_concurrently_and_each_once(root):
     for name in ("other", "third"):
         (root / name).mkdir()
         (root / name / "image.toml").write_text(IMAGE)
@@ -186,15 +176,15 @@ async def test_different_images_are_made_at_once_and_the_same_one_once(root):
         third = asyncio.create_task(backend.prepare(replace(SPEC, image="third")))
         while backend.both.n_waiting == 0:
             await asyncio.sleep(0.001)
-        await (await backend.open(SPEC)).close()  # one that is ready waits for no other
+        await (await backend.open(SPEC)).close()  # a prepared image does not wait for others
         await backend.both.wait()
         await third
     await backend.close()
 
 
 @pytest.mark.bubblewrap
-async def test_a_build_that_nobody_waits_for_is_ended(root, tmp_path, monkeypatch):
-    """Else a driver that is interrupted goes on until its image is built, for it waits for its threads."""
+async def test_cancelled_build_ends(root, tmp_path, monkeypatch):
+    """Otherwise an interrupted driver would wait for its threads until the image is built."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mmdebstrap").write_text(
         f"#!/bin/sh\necho $$ > {tmp_path}/pid.new && mv {tmp_path}/pid.new {tmp_path}/pid\nsleep 900\n"
@@ -214,7 +204,7 @@ async def test_a_build_that_nobody_waits_for_is_ended(root, tmp_path, monkeypatc
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
-async def test_the_first_sandbox_of_an_image_has_a_deadline(backend, root, tmp_path, monkeypatch):
+async def test_compiling_sandbox_has_a_deadline(backend, root, tmp_path, monkeypatch):
     built = images.load_image(root / "image")
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
     fresh = images.load_image(root / "image")
@@ -233,11 +223,11 @@ async def test_the_first_sandbox_of_an_image_has_a_deadline(backend, root, tmp_p
 # What drivers leave ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_driver_leaves_that_was_killed_at_an_awkward_moment_is_removed():
-    """In the middle of making or removing: an empty folder, some of the control groups of a sandbox."""
+def test_partial_leftovers_of_a_killed_driver_are_removed():
+    """While it was creating or removing a sandbox: an empty folder, some of the control groups."""
     (runtime_folder() / DEAD).mkdir(exist_ok=True)
     hierarchy = cgroups.find_hierarchy()
-    folders = hierarchy.group(f"agentrl-{DEAD}-0").folders[-1:] if hierarchy is not None else ()
+    folders = hierarchy.folders(f"agentrl-{DEAD}-0")[-1:] if hierarchy is not None else ()
     for folder in folders:
         folder.mkdir(exist_ok=True)
     prune()
@@ -245,8 +235,8 @@ def test_what_a_driver_leaves_that_was_killed_at_an_awkward_moment_is_removed():
     assert [folder for folder in folders if folder.exists()] == []
 
 
-def test_folders_that_go_while_they_are_looked_at_are_no_fault(monkeypatch):
-    """Those of drivers that close their last sandbox, and of dead ones that somebody else prunes."""
+def test_folders_may_disappear_while_they_are_listed(monkeypatch):
+    """When a driver closes its last sandbox, or another process prunes a dead driver."""
     is_folder = Path.is_dir
 
     def gone_since(path):
@@ -266,7 +256,7 @@ def test_folders_that_go_while_they_are_looked_at_are_no_fault(monkeypatch):
 
 
 @pytest.mark.bubblewrap
-async def test_a_ready_sandbox_that_stands_still_does_not_hold_up_the_pool(root):
+async def test_stopped_ready_sandbox_does_not_block_the_pool(root):
     backend = select_backend("bubblewrap", run_label="test", root=root)
     pool = WarmPool(backend, warm=1, max_open=1)
     await pool.prepare(SPEC)
@@ -284,7 +274,7 @@ async def test_a_ready_sandbox_that_stands_still_does_not_hold_up_the_pool(root)
 
 
 def processes_in(name):
-    """Pids of the processes that see the runtime folder of sandbox `name`: its own."""
+    """Pids of the processes of sandbox `name`, which see its runtime folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/mountinfo"):
         with contextlib.suppress(OSError):

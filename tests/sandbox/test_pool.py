@@ -1,4 +1,4 @@
-"""The warm pool over scripted sandboxes: once only, bounded, refilled, and rid of the dead."""
+"""The warm pool with scripted sandboxes: each is used once; the pool is limited, refilled, and drops dead ones."""
 
 import asyncio
 
@@ -13,11 +13,10 @@ SPEC = SandboxSpec(image="none")
 
 
 class Sandbox(ScriptedSandbox):
-    """A scripted sandbox that can be pooled, and can be dead on arrival."""
+    """A scripted sandbox that can be pooled, and can be dead."""
 
     dead = False
     still = False
-    callbacks = ()
 
     async def write_all(self, files):
         if self.dead:
@@ -25,15 +24,6 @@ class Sandbox(ScriptedSandbox):
         if self.still:
             await asyncio.sleep(30.0)
         self.files.update(files)
-
-    def when_closed(self, callback):
-        self.callbacks = (*self.callbacks, callback)
-
-    async def close(self):
-        if not self.closed:
-            self.closed = True
-            for callback in self.callbacks:
-                callback()
 
 
 class Backend(ScriptedSandboxes):
@@ -59,7 +49,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-async def test_ready_sandboxes_are_handed_out_once_and_replaced(backend):
+async def test_ready_sandboxes_are_used_once_and_replaced(backend):
     pool = WarmPool(backend, warm=2, max_open=8)
     await pool.prepare(SPEC)
     await settle()
@@ -74,7 +64,7 @@ async def test_ready_sandboxes_are_handed_out_once_and_replaced(backend):
     assert all(sandbox.closed for sandbox in backend.opened)
 
 
-async def test_dead_ones_are_passed_over(backend):
+async def test_dead_sandboxes_are_skipped(backend):
     pool = WarmPool(backend, warm=2)
     await pool.prepare(SPEC)
     await settle()
@@ -85,7 +75,7 @@ async def test_dead_ones_are_passed_over(backend):
     await pool.close()
 
 
-async def test_ones_that_stand_still_cost_no_more_than_the_deadline(backend):
+async def test_stopped_sandboxes_do_not_exceed_the_deadline(backend):
     pool = WarmPool(backend, warm=2, max_open=1)
     await pool.prepare(SPEC)
     await settle()
@@ -99,7 +89,7 @@ async def test_ones_that_stand_still_cost_no_more_than_the_deadline(backend):
     await pool.close()
 
 
-async def test_callers_wait_for_a_place_no_longer_than_their_deadline(backend):
+async def test_callers_wait_for_a_slot_until_their_deadline(backend):
     pool = WarmPool(backend, warm=0, max_open=2)
     first, _ = [await pool.open(SPEC) for _ in range(2)]
     with pytest.raises(SandboxTimeout, match="in use"):
@@ -116,7 +106,7 @@ async def test_callers_wait_for_a_place_no_longer_than_their_deadline(backend):
     await pool.close()
 
 
-async def test_a_failed_open_gives_its_place_back(backend):
+async def test_failed_open_releases_its_slot(backend):
     pool = WarmPool(backend, warm=1, max_open=1)
     backend.broken = True
     for _ in range(3):
@@ -129,7 +119,7 @@ async def test_a_failed_open_gives_its_place_back(backend):
     await pool.close()
 
 
-async def test_specs_unused_for_long_give_way(backend):
+async def test_least_recently_used_spec_is_dropped(backend):
     pool = WarmPool(backend, warm=1)
     for number in range(MAX_SPECS + 1):
         await pool.prepare(SandboxSpec(image=f"i{number}"))
@@ -138,7 +128,7 @@ async def test_specs_unused_for_long_give_way(backend):
     await pool.close()
 
 
-async def test_a_closed_pool_opens_nothing(backend):
+async def test_closed_pool_opens_nothing(backend):
     pool = WarmPool(backend, warm=1)
     await pool.close()
     with pytest.raises(SandboxError, match="closed"):

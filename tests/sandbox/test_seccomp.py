@@ -1,4 +1,4 @@
-"""The hand-made system call filter, interpreted in Python: what it lets through, and how it refuses the rest."""
+"""The system call filter, interpreted in Python: what it allows, and how it refuses the rest."""
 
 import errno
 import importlib.util
@@ -47,7 +47,7 @@ def numbers(table):
     return {value[COLUMN] for value in table.values()} - {None}
 
 
-def test_a_call_is_in_one_table_and_a_number_belongs_to_one_call():
+def test_tables_do_not_overlap():
     names = [name for table in TABLES for name in table]
     assert len(names) == len(set(names)) > 300
     for column in (0, 1):
@@ -56,8 +56,8 @@ def test_a_call_is_in_one_table_and_a_number_belongs_to_one_call():
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "generic"])
-def test_the_numbers_are_the_kernels_own(arch):
-    """Against the headers of the C library's package, where they are installed; calls newer than those are left out."""
+def test_numbers_match_the_kernel_headers(arch):
+    """Compares with the headers of the C library's package, if installed, without newer calls."""
     if not HEADERS[arch].exists():
         pytest.skip(f"no {HEADERS[arch]}; it comes with the C library's headers")
     text = HEADERS[arch].read_text()
@@ -72,18 +72,18 @@ def test_the_numbers_are_the_kernels_own(arch):
     assert {name for name, number in ours.items() if number is None} & known.keys() == set()
 
 
-def test_every_number_has_its_verdict():
+def test_every_number_has_the_right_answer():
     expected = dict.fromkeys(range(4096), refused(errno.ENOSYS))
     expected |= dict.fromkeys(numbers(ALLOWED), ALLOW) | dict.fromkeys(numbers(NO_OP), DONE_NOTHING)
     expected |= dict.fromkeys(numbers(FORBIDDEN), refused(errno.EPERM)) | dict.fromkeys(numbers(UNSUPPORTED), refused(errno.EOPNOTSUPP))
     assert {number: verdict(number) for number in expected if number not in numbers(CONDITIONAL)} == {
         number: what for number, what in expected.items() if number not in numbers(CONDITIONAL)
     }
-    assert {verdict(number) for number in range(500, 1024)} == {refused(errno.ENOSYS)}  # what kernels have yet to get
+    assert {verdict(number) for number in range(500, 1024)} == {refused(errno.ENOSYS)}  # future calls
 
 
 @given(st.integers(min_value=0, max_value=(1 << 32) - 1), st.lists(st.integers(min_value=0, max_value=(1 << 64) - 1), max_size=6))
-def test_whatever_is_called_the_filter_ends_soon(number, arguments):
+def test_filter_takes_few_steps(number, arguments):
     what, steps = ran(number, *arguments)
     assert what == ALLOW or what >> 16 == 5
     assert steps < 40
@@ -108,11 +108,11 @@ NEVER = {  # x86_64's number, and that of the other architectures
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_what_is_charged_to_nobody_is_refused(name):
+def test_calls_that_use_uncharged_memory_are_refused(name):
     assert verdict(NEVER[name][COLUMN], 1, 1, 1) not in (ALLOW, DONE_NOTHING)
 
 
-def test_clone_may_make_threads_and_children_but_no_namespaces():
+def test_clone_may_create_threads_and_children_but_no_namespaces():
     assert judged("clone", 0x01200011) == judged("clone", 0x003D0F00) == ALLOW
     for flag in (0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000, 0x02000000, 0x80):
         assert judged("clone", flag | 17) == refused(errno.EPERM)
@@ -133,7 +133,7 @@ def test_only_local_and_ip_sockets_of_the_usual_protocols():
     assert judged("socket", socket.AF_INET | 1 << 32, socket.SOCK_STREAM, 262 | 1 << 40) == refused(errno.EPROTONOSUPPORT)
 
 
-def test_no_socket_for_which_the_kernel_would_look_for_a_module():
+def test_no_socket_loads_a_module():
     for family in (socket.AF_INET, socket.AF_INET6):
         for kind in (0, 4, 5, 6, 10, 15):
             assert judged("socket", family, kind, 0) == judged("socket", family, kind | 0x80000, 0) == refused(errno.ESOCKTNOSUPPORT)
@@ -146,7 +146,7 @@ def test_no_socket_for_which_the_kernel_would_look_for_a_module():
     assert judged("ioctl", 3, 0x8940) == judged("ioctl", 3, 0x8941) == refused(errno.ENOTTY)  # bridges
 
 
-def test_huge_pages_of_the_machine_stay_there():
+def test_huge_pages_are_refused():
     assert judged("mmap", 0, 1 << 21, 3, 0x40022) == judged("mmap", 0, 1 << 21, 3, 21 << 26 | 0x40022) == refused(errno.ENOMEM)
     assert judged("mmap", 0, 1 << 21, 3, 0x22) == judged("mmap", 0, 1 << 21, 3, 0x2) == ALLOW
     assert judged("memfd_create", 0, 4) == judged("memfd_create", 0, 5) == refused(errno.EINVAL)
@@ -154,7 +154,7 @@ def test_huge_pages_of_the_machine_stay_there():
     assert judged("shmget", 0, 4096, 0o4600) == refused(errno.EPERM)
 
 
-def test_socket_options_that_programs_set_pass_and_no_others():
+def test_only_usual_socket_options_are_allowed():
     names = ("SO_REUSEADDR", "SO_BROADCAST", "SO_KEEPALIVE", "SO_LINGER", "SO_REUSEPORT", "SO_RCVTIMEO", "SO_SNDTIMEO", "SO_PASSCRED")
     for option in (getattr(socket, name) for name in names):
         assert judged("setsockopt", 3, socket.SOL_SOCKET, option) == ALLOW
@@ -169,14 +169,14 @@ def test_socket_options_that_programs_set_pass_and_no_others():
         assert judged("setsockopt", 3, level, option) == refused(errno.ENOPROTOOPT)
 
 
-def test_leases_notices_and_locks_of_open_files_are_refused_and_those_of_processes_are_not():
+def test_leases_notifications_and_open_file_locks_are_refused():
     for command in (36, 37, 38, 1024, 1026, 1029, 1039, 1040, 5000):
         assert judged("fcntl", 3, command) == refused(errno.EINVAL)
     for command in (*range(12), 1030, 1031, 1032, 1033, 1034):
         assert judged("fcntl", 3, command) == ALLOW
 
 
-def test_terminals_cannot_be_typed_into_nor_given_another_discipline():
+def test_terminal_input_and_line_disciplines_are_refused():
     tiocsti, tioclinux, tioccons, tiocsetd = 0x5412, 0x541C, 0x541D, 0x5423
     for command in (tiocsti, tioclinux, tioccons, tiocsetd, tiocsti | 1 << 32, 0x89A0, 0x8946, 0x8982, 0x40086602, 0xC0045878):
         assert judged("ioctl", 0, command) == refused(errno.ENOTTY)
@@ -187,7 +187,7 @@ def test_terminals_cannot_be_typed_into_nor_given_another_discipline():
         assert judged("ioctl", 0, command) == ALLOW
 
 
-def test_properties_of_processes():
+def test_process_properties():
     pdeathsig, dumpable, name, reaper, no_new_rights, keepcaps = 1, 4, 15, 36, 38, 8
     for option in (pdeathsig, dumpable, name, reaper, no_new_rights, keepcaps):
         assert judged("prctl", option) == ALLOW
@@ -208,7 +208,7 @@ def test_other_architectures_are_killed():
     assert verdict(0, arch=0x40000003) == KILL
 
 
-def test_the_kernel_takes_it():
+def test_kernel_accepts_the_filter():
     assert len(CODE) < 4096
     for place, (operation, if_true, if_false, value) in enumerate(CODE):
         if operation in (0x15, 0x45, 0x35):
@@ -229,7 +229,7 @@ def script():
     return module
 
 
-def test_the_script_reads_what_strace_writes():
+def test_script_parses_strace_output():
     calls = script()
     assert calls.parsed("29526 ioctl(0, 0x5401, 0x7ffccb1c5ab0)  = -1 ENOTTY (x)") == ("ioctl", [0, 0x5401, 0x7FFCCB1C5AB0])
     assert calls.parsed("7 mkdir(0x5581, 0777) = 0") == ("mkdir", [0x5581, 0o777])
@@ -242,7 +242,7 @@ def test_the_script_reads_what_strace_writes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["everyday.py", "compilers.sh", "shell.sh", "shell.bash", "versions.sh", "scripts.pl", "scripts.js"])
-def test_everyday_programs_work_under_the_filter(workload, tmp_path):
+def test_usual_programs_work_under_the_filter(workload, tmp_path):
     calls = script()
     path = SCRIPTS / "workloads" / workload
     if path not in calls.workloads():

@@ -1,4 +1,4 @@
-"""Containers that several sandboxes share: what neighbours in one see of each other, who gets which, and what becomes of it all."""
+"""Containers that several sandboxes share: isolation between neighbours, allocation, and failures."""
 
 import asyncio
 import logging
@@ -13,10 +13,10 @@ import pytest
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import DockerBackend, docker, docker_client, limits, list_open, shared_containers
+from agentrl.sandbox import DockerBackend, docker_client, limits, list_open, shared_containers
 from agentrl.sandbox.attacks import run_attacks
 from agentrl.sandbox.conformance import CHECKS, check_conformance
-from agentrl.sandbox.inside.room import PERIOD_US, Groups
+from agentrl.sandbox.inside.isolation import PERIOD_US, Groups
 from agentrl.sandbox.lease import lease
 from tests.sandbox.building import ALONE, SPEC, inner_pid, processes_of
 from tests.waiting import until
@@ -52,7 +52,7 @@ async def backend(root):
 
 def containers():
     """Names of this process's containers, shared or not."""
-    return set(docker.containers(f"{docker_client.LABEL_LEASE}={lease()}"))
+    return set(docker_client.containers(f"{docker_client.LABEL_LEASE}={lease()}"))
 
 
 def first_process(sandbox):
@@ -72,11 +72,11 @@ def mounts_of(pid):
 
 
 async def test_neighbours_share_no_namespace_user_group_or_lock(backend):
-    """What the kernel keeps for an inode is each sandbox's own, too: else locks would be a way from one to the next."""
+    """Nor inodes, through which locks would connect one sandbox to the next."""
     one, other = await backend.open(SPEC), await backend.open(SPEC)
     assert len(containers()) == 1
     await one.python("import fcntl, os\n" + TRY_LOCKS, timeout_s=60, session="holder")
-    assert (await one.python(TRY_LOCKS, timeout_s=60)).stdout.count("EAGAIN") == 5  # a lock is seen where it should be
+    assert (await one.python(TRY_LOCKS, timeout_s=60)).stdout.count("EAGAIN") == 5  # a lock is visible in its own sandbox
     assert (await other.python(TRY_LOCKS, timeout_s=60)).stdout == ""
     pids = [first_process(sandbox) for sandbox in (one, other)]
     for name in ("pid", "mnt", "net", "ipc", "uts", "cgroup"):
@@ -88,7 +88,7 @@ async def test_neighbours_share_no_namespace_user_group_or_lock(backend):
     assert all(any(sandbox.id in line for sandbox in (one, other)) for line in limited) and len(limited) in (2, 6)
 
 
-async def test_an_exec_server_keeps_neither_rights_nor_descriptors_of_its_container(backend):
+async def test_exec_server_keeps_no_rights_or_descriptors_of_its_container(backend):
     sandbox = await backend.open(replace(SPEC, network=("127.0.0.1:9",)))
     pid = first_process(sandbox)
     (keeper,) = (
@@ -110,11 +110,11 @@ async def test_an_exec_server_keeps_neither_rights_nor_descriptors_of_its_contai
     assert not any("/run/agentrl" in line for line in mounts_of(pid).splitlines())
 
 
-async def test_bounds_are_each_sandboxes_own(backend):
+async def test_each_sandbox_has_its_own_limits(backend):
     one, other = await backend.open(SPEC), await backend.open(replace(SPEC))
     eat = "kept = b'x' * (90 << 20)\nprint(len(kept))"
     results = await asyncio.gather(*(sandbox.python(eat, timeout_s=60, session="s") for sandbox in (one, other)))
-    assert [result.stdout for result in results] == [f"{90 << 20}\n"] * 2  # together more than one may have
+    assert [result.stdout for result in results] == [f"{90 << 20}\n"] * 2  # together more than one sandbox may have
     more = await one.python("b'x' * (90 << 20)", timeout_s=60)
     after = await one.python("print(len(kept))", timeout_s=60, session="s")
     assert more.reason == "memory" or after.restarted  # the kernel has ended one of the two
@@ -131,13 +131,13 @@ async def test_sandboxes_of_one_spec_share_and_others_do_not(backend):
         assert len(containers()) == number
 
 
-async def test_an_image_that_is_not_of_packages_alone_is_not_shared(backend):
-    backend._images[SPEC.image] = replace(backend._images[SPEC.image], packaged=False)
+async def test_image_that_is_not_built_from_packages_is_not_shared(backend):
+    backend._images[SPEC.image] = replace(backend._images[SPEC.image], from_packages=False)
     sandboxes = [await backend.open(SPEC) for _ in range(2)]
     assert containers() == {sandbox.id for sandbox in sandboxes}
 
 
-async def test_a_container_that_is_full_or_used_up_is_followed_by_another(backend, monkeypatch):
+async def test_full_or_used_up_container_is_replaced(backend, monkeypatch):
     monkeypatch.setattr(shared_containers, "SLOTS", 2)
     monkeypatch.setattr(shared_containers, "LIFETIME", 3)
     one, other, third = [await backend.open(SPEC) for _ in range(3)]
@@ -152,7 +152,7 @@ async def test_a_container_that_is_full_or_used_up_is_followed_by_another(backen
     assert (await third.python("print(1)", timeout_s=60)).stdout == "1\n"
 
 
-async def test_few_containers_wait_without_a_sandbox(backend, monkeypatch):
+async def test_number_of_idle_containers_is_limited(backend, monkeypatch):
     monkeypatch.setattr(shared_containers, "MAX_IDLE", 1)
     sandboxes = [await backend.open(replace(SPEC, memory_mb=128 + number)) for number in range(3)]
     names = [name for name in containers()]
@@ -160,19 +160,19 @@ async def test_few_containers_wait_without_a_sandbox(backend, monkeypatch):
     for sandbox in sandboxes:
         await sandbox.close()
     await until(lambda: len(containers()) == 1)
-    await (await backend.open(replace(SPEC, memory_mb=130))).close()  # the last used is the one that is kept
+    await (await backend.open(replace(SPEC, memory_mb=130))).close()  # the most recently used one is kept
     assert len(containers()) == 1 and containers() <= set(names)
 
 
 # What goes wrong -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_container_that_dies_takes_its_own_sandboxes_and_no_others(backend, monkeypatch):
+async def test_container_that_dies_ends_only_its_own_sandboxes(backend, monkeypatch):
     monkeypatch.setattr(shared_containers, "SLOTS", 2)
     sandboxes = [await backend.open(SPEC) for _ in range(2)]
     (first,) = containers()
     sandboxes += [await backend.open(SPEC) for _ in range(2)]
-    docker.remove(first)
+    docker_client.remove(first)
     for number, sandbox in enumerate(sandboxes):
         if number < 2:
             with pytest.raises(SandboxError):
@@ -183,7 +183,7 @@ async def test_a_container_that_dies_takes_its_own_sandboxes_and_no_others(backe
     assert (await (await backend.open(SPEC)).exec(["true"], timeout_s=60)).ok
 
 
-async def test_one_that_does_not_end_by_itself_is_killed(backend):
+async def test_sandbox_that_does_not_end_is_killed(backend):
     sandbox, neighbour = await backend.open(SPEC), await backend.open(SPEC)
     pid = first_process(sandbox)
     os.kill(pid, signal.SIGSTOP)
@@ -211,12 +211,12 @@ class Silent(DockerBackend):
         return {**super()._shared_container(*arguments), "Entrypoint": ["python3", "-c", "pass"]}
 
 
-class OneIsTold(DockerBackend):
-    """The container of the first that is refused is ended before the others have heard why theirs failed."""
+class FirstFails(DockerBackend):
+    """The first failure ends the shared container before the other openings learn why they failed."""
 
     asked = 0
 
-    async def _first(self, spec, image):
+    async def _start_compiler(self, spec, image):
         return await self._start_alone(spec, image)
 
     async def _start_shared(self, *_):
@@ -228,8 +228,8 @@ class OneIsTold(DockerBackend):
         raise SandboxError("the exec server ended")
 
 
-@pytest.mark.parametrize("kind", [WithoutTheRight, WithoutDevices, Silent, OneIsTold])
-async def test_where_containers_cannot_be_shared_each_sandbox_gets_its_own(kind, root, caplog):
+@pytest.mark.parametrize("kind", [WithoutTheRight, WithoutDevices, Silent, FirstFails])
+async def test_if_containers_cannot_be_shared_each_sandbox_gets_its_own(kind, root, caplog):
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         async with opened(root, kind) as backend:
             sandboxes = await asyncio.gather(*(backend.open(SPEC) for _ in range(3)))
@@ -242,14 +242,14 @@ async def test_where_containers_cannot_be_shared_each_sandbox_gets_its_own(kind,
 
 
 @pytest.mark.parametrize("name", CHECKS)
-async def test_conformance_of_a_container_for_each(backend, name):
+async def test_conformance_with_one_container_per_sandbox(backend, name):
     results = [result for result in await check_conformance(backend, ALONE, only=name) if result.name == name]
     assert [(result.name, result.detail) for result in results] == [(name, "")]
 
 
 @pytest.mark.usefixtures("only_attacks")
 @pytest.mark.slow
-async def test_every_attack_on_a_container_for_each_is_contained(root):
+async def test_attacks_are_contained_with_one_container_per_sandbox(root):
     async with opened(root) as backend:
         spec = SandboxSpec(image="image", memory_mb=192, processes=48, disk_mb=16, open_files=128, runtime="crun")
         results = await run_attacks(backend, spec)
@@ -263,8 +263,8 @@ def test_groups_of_version_2(tmp_path):
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
     groups = Groups(str(tmp_path))
     swap = tmp_path / "one"
-    assert groups.settings_where_known({}) == [("{}/memory.swap.max", 0)]
-    groups.enter("one", {"memory": 1 << 20, "processes": 5, "cpu_us": PERIOD_US // 2, "sockets": 1})
+    groups.create("one", {"memory": 1 << 20, "processes": 5, "cpu_us": PERIOD_US // 2, "sockets": 1})
+    groups.add("one")
     held = {path.name: path.read_text() for path in swap.iterdir()}
     assert held == {"memory.max": "1048576", "pids.max": "5", "cpu.max": "50000 100000", "cgroup.procs": "0"}
     assert groups.memory_events("one") == str(swap / "memory.events")

@@ -1,4 +1,4 @@
-"""A Docker daemon that takes connections and never answers, or stops answering: a typed error in time wherever it is asked."""
+"""A Docker daemon that accepts connections and does not answer: every operation raises a typed error in time."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ import pytest
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import DockerBackend, docker, docker_client, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import DockerBackend, docker, docker_client, images, list_open, open_sandboxes, prune, select_backend
 from tests.commands import agentrl
 
 SPEC = SandboxSpec(image="image")
@@ -31,7 +31,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def silent(tmp_path, monkeypatch):
-    """The daemon's place is taken by a socket where everyone is let in and nobody is answered."""
+    """A socket instead of the daemon's, which accepts connections and never answers."""
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(str(tmp_path / "silent.sock"))
         daemon.listen(64)
@@ -41,32 +41,32 @@ def silent(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def in_time(seconds=45):
-    """Bounded by us, by seconds that add up to less than 20: the library's own deadline is 60 s, and a read without one has no end."""
+    """Checks that our own timeouts apply, which add up to less than 20 s; the library's is 60 s or none."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds
 
 
-def test_choosing_a_backend(silent, root):
-    with in_time(), pytest.raises(SandboxUnavailable, match=r"takes connections and says nothing(.|\n)*fix: .*restart docker"):
+def test_selecting_a_backend(silent, root):
+    with in_time(), pytest.raises(SandboxUnavailable, match=r"accepts connections but is silent(.|\n)*fix: .*restart docker"):
         select_backend("docker", run_label="test", root=root)
 
 
 @pytest.mark.bubblewrap
-async def test_a_run_on_bubblewrap_does_not_need_it(silent, root, caplog):
+async def test_run_with_bubblewrap_does_not_need_it(silent, root, caplog):
     with in_time(), caplog.at_level(logging.WARNING):
         pool = await open_sandboxes(SandboxConfig(backend="auto", warm=0), run_label="test", root=root)
-        assert pool.name == "bubblewrap" and "takes connections and gives no answer" in caplog.text
+        assert pool.name == "bubblewrap" and "accepts connections but does not answer" in caplog.text
         await pool.close()
 
 
 def test_listing_and_removing(silent):
     for work in (list_open, prune):
-        with in_time(), pytest.raises(SandboxTimeout, match="takes connections and gives no answer"):
+        with in_time(), pytest.raises(SandboxTimeout, match="accepts connections but does not answer"):
             work()
 
 
-def test_a_daemon_on_another_machine_is_not_asked(monkeypatch):
+def test_remote_daemon_is_not_used(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
     with in_time():
         list_open()
@@ -75,7 +75,7 @@ def test_a_daemon_on_another_machine_is_not_asked(monkeypatch):
 @pytest.mark.parametrize("command", ["ls", "prune"])
 def test_the_commands(silent, command):
     done = agentrl("sandbox", command)
-    assert done.returncode == 1 and "gives no answer" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "does not answer" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_doctor(silent):
@@ -85,7 +85,7 @@ def test_the_doctor(silent):
 
 
 async def test_preparing_opening_and_closing(silent, root, monkeypatch):
-    monkeypatch.setattr(docker, "PREPARE_S", 1.0)
+    monkeypatch.setattr(images, "PREPARE_S", 1.0)
     backend = DockerBackend(run_label="test", root=root)
     for work in (backend.prepare, backend.open):
         with in_time(), pytest.raises(SandboxTimeout):
@@ -98,7 +98,7 @@ async def test_preparing_opening_and_closing(silent, root, monkeypatch):
 
 
 class Relay:
-    """Between the real daemon and us, until it falls silent: then it takes everything and passes nothing on."""
+    """Relays the connections to the real daemon. While `silent`, it forwards nothing."""
 
     def __init__(self, path, daemon):
         self.silent = False
@@ -134,7 +134,7 @@ class Relay:
 
 
 @pytest.mark.docker
-async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_path, monkeypatch):
+async def test_daemon_that_hangs_while_sandboxes_are_open(root, tmp_path, monkeypatch):
     real = docker_client.daemon_address()
     relay = Relay(str(tmp_path / "relay.sock"), real.removeprefix("unix://"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/relay.sock")
@@ -143,16 +143,16 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
         await backend.prepare(ALONE)
         good, doomed, shared = await backend.open(ALONE), await backend.open(ALONE), await backend.open(SPEC)
         relay.silent = True
-        for name, seconds in (("LEAVING_S", 1.0), ("QUICK_S", 1.5), ("UNDO_S", 1.0)):  # the daemon that answers has its full time
-            monkeypatch.setattr(docker, name, seconds)
-        assert (await good.python("print(1)", timeout_s=60)).ok  # what is open needs no daemon
+        for module, name, seconds in ((docker, "LEAVING_S", 1.0), (docker_client, "QUICK_S", 1.5), (docker, "UNDO_S", 1.0)):
+            monkeypatch.setattr(module, name, seconds)  # only now, so that the daemon that answers has its full time
+        assert (await good.python("print(1)", timeout_s=60)).ok  # open sandboxes need no daemon
         with in_time(), pytest.raises(SandboxTimeout, match=r"in 2\.0 s"):
             await backend.open(ALONE, timeout_s=2.0)
         with in_time():
-            await (await backend.open(SPEC)).close()  # in the container that is there
+            await (await backend.open(SPEC)).close()  # in the existing container
             await shared.close()
             await good.close()
-        os.kill(await asyncio.to_thread(pid_of, doomed.id, real), 19)  # its server does not end by itself: only the daemon could help
+        os.kill(await asyncio.to_thread(pid_of, doomed.id, real), 19)  # its server does not end, so only the daemon could kill it
         with in_time():
             await doomed.close()
         with in_time(), pytest.raises(SandboxError):
@@ -161,8 +161,8 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
         relay.close()
         monkeypatch.undo()
         monkeypatch.setenv("DOCKER_HOST", real)
-        for name in docker.containers(f"{docker_client.LABEL_RUN}=test"):
-            docker.remove(name)
+        for name in docker_client.containers(f"{docker_client.LABEL_RUN}=test"):
+            docker_client.remove(name)
 
 
 def pid_of(name, address):

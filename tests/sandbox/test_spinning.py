@@ -1,4 +1,4 @@
-"""Programs that take all CPU time: their time-out is theirs, whoever answers late, and no neighbour is lost."""
+"""Programs that take all CPU time: they time out, no matter which process answers late, and neighbours are not affected."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from agentrl.sandbox.shared_containers import KeeperClient
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
 
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="takes root to stop another user's exec server")
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can stop another user's exec server")
 SPIN = "import os\nos.fork()\nwhile True: pass\n"
 
 
@@ -56,7 +56,7 @@ async def until(true):
             await asyncio.sleep(0.01)
 
 
-# Who is scheduled first ------------------------------------------------------------------------------------------------
+# Priorities ------------------------------------------------------------------------------------------------
 
 PRIORITIES = """
 import os
@@ -74,7 +74,7 @@ print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), len(tried))
 
 
 @pytest.mark.parametrize("spec", [SPEC, ALONE], ids=["shared", "alone"])
-async def test_programs_come_after_their_server_and_stay_there(backend, spec):
+async def test_programs_have_a_lower_priority_than_their_server(backend, spec):
     if backend.name == "bubblewrap":
         spec = SPEC
     sandbox = await backend.open(spec)
@@ -86,7 +86,7 @@ async def test_programs_come_after_their_server_and_stay_there(backend, spec):
     ]
     grouped = backend.name == "docker" or backend._hierarchy is not None
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    base = 0 if backend.name == "docker" else own  # the daemon's is not lowered
+    base = 0 if backend.name == "docker" else own  # the daemon's priority is not lowered
     wanted = f"{os.SCHED_IDLE} {base} 0\n" if grouped else f"{os.SCHED_OTHER} {min(own + 5, 19)} 0\n"
     assert [result.stdout for result in results] == [wanted] * 4, results
     if os.geteuid() == 0:
@@ -94,13 +94,13 @@ async def test_programs_come_after_their_server_and_stay_there(backend, spec):
         assert os.sched_getscheduler(server) == os.SCHED_OTHER and os.getpriority(os.PRIO_PROCESS, server) <= base
 
 
-# A server that gets no CPU time, played by one that is stopped -----------------------------------------------------------
+# A server that gets no CPU time, simulated by stopping it -----------------------------------------------------------
 
 
 @AS_ROOT
 @pytest.mark.parametrize("spec", [SPEC, ALONE], ids=["shared", "alone"])
 @pytest.mark.parametrize("kind", ["exec", "python", "session"])
-async def test_programs_that_keep_their_server_from_answering_time_out(backend, kind, spec, monkeypatch):
+async def test_programs_that_block_their_server_time_out(backend, kind, spec, monkeypatch):
     if backend.name == "bubblewrap":
         spec = SPEC
     monkeypatch.setattr(channel_sandbox, "GRACE_S", 0.5)
@@ -115,17 +115,17 @@ async def test_programs_that_keep_their_server_from_answering_time_out(backend, 
     await until(lambda: len(running(agent)) >= 2)
     os.kill(server, signal.SIGSTOP)
     try:
-        await until(lambda: not running(agent))  # ended from outside
+        await until(lambda: not running(agent))  # killed by the host
         assert not call.done()
     finally:
         os.kill(server, signal.SIGCONT)
     result = await call
     assert result.reason == "timeout"
-    assert (await sandbox.python("print(6 * 7)", timeout_s=10)).stdout == "42\n", "the sandbox goes on"
+    assert (await sandbox.python("print(6 * 7)", timeout_s=10)).stdout == "42\n", "the sandbox continues"
 
 
 @AS_ROOT
-async def test_a_server_that_answers_late_with_no_program_to_blame_is_a_fault_of_the_machine(backend, monkeypatch):
+async def test_late_server_without_programs_is_an_infrastructure_fault(backend, monkeypatch):
     monkeypatch.setattr(channel_sandbox, "GRACE_S", 0.5)
     monkeypatch.setattr(channel, "UNRELIEVED_S", 0.5)
     sandbox = await backend.open(SPEC)
@@ -139,7 +139,7 @@ async def test_a_server_that_answers_late_with_no_program_to_blame_is_a_fault_of
 
 @AS_ROOT
 @pytest.mark.parametrize("call", ["write", "read", "snapshot", "restore"])
-async def test_programs_left_behind_keep_no_file_operation_from_its_end(backend, call, monkeypatch):
+async def test_leftover_programs_do_not_block_file_operations(backend, call, monkeypatch):
     monkeypatch.setattr(channel_sandbox, "FILE_S", 0.5)
     sandbox = await backend.open(SPEC)
     await sandbox.write("kept", b"kept")
@@ -161,11 +161,11 @@ async def test_programs_left_behind_keep_no_file_operation_from_its_end(backend,
     await task
 
 
-def test_a_process_number_that_belongs_to_another_by_now_is_not_signalled():
-    """Between the list of processes and the signal the kernel may have given the number away."""
-    mine = processes._seen(os.getpid())
+def test_reused_pid_is_not_signalled():
+    """The kernel may reuse a pid after the processes have been listed."""
+    mine = processes._read(os.getpid())
     SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
-    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner=mine.inner_pid + 1))
+    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner_pid=mine.inner_pid + 1))
     SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner_pid=1, state="R"))
 
 
@@ -184,8 +184,8 @@ def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
 
 @AS_ROOT
 @pytest.mark.docker
-async def test_a_sandbox_that_ends_slowly_leaves_its_neighbours_alone(root, monkeypatch, caplog):
-    """The keeper stands still, so it cannot say that a sandbox has ended; the others in its container are used on, and no new one comes."""
+async def test_sandbox_that_ends_slowly_does_not_affect_its_neighbours(root, monkeypatch, caplog):
+    """The keeper is stopped, so it cannot report the end of a sandbox. The others in its container continue; it gets no new one."""
     monkeypatch.setattr(shared_containers, "ENDING_S", 0.3)
     backend = select_backend("docker", run_label="test", root=root)
     await backend.prepare(SPEC)
@@ -207,8 +207,8 @@ async def test_a_sandbox_that_ends_slowly_leaves_its_neighbours_alone(root, monk
     await backend.close()
 
 
-async def test_a_keeper_that_reads_nothing_for_a_while_loses_no_sandbox():
-    """Its socket is full: requests wait, or fail alone; the connection, and with it every sandbox of the container, stays."""
+async def test_keeper_that_does_not_read_loses_no_sandbox():
+    """Its socket is full: requests wait or fail, but the connection and the sandboxes of the container remain."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     keeper = KeeperClient(ours, "container")
@@ -240,7 +240,7 @@ def parent_of(server):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-async def test_whatever_spins_is_scored(backend, kind):
+async def test_all_kinds_of_spinning_programs_get_a_result(backend, kind):
     """`python benchmarks/sandbox_spin.py` does this with 128 at once."""
     outcome = await spun(backend, SPEC, kind, count=6, seconds=1.5)
     assert set(outcome.ends) <= SCORED[kind], outcome

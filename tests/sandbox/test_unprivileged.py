@@ -1,7 +1,7 @@
-"""Bubblewrap without root, run as another user: root alone would pass over what holds there.
+"""Bubblewrap without root, run as another user even if the tests run as root.
 
-The tests are forked from this process and become `nobody`; they keep one right, to read what lies in root's folders (this interpreter, this
-code), which no program that they start inherits.
+The tests are forked from this process and become `nobody`. They keep the right to read root's files (this interpreter, this code), which no
+program that they start inherits.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def place():
-    """A folder of nobody's, with the image's tree in a cache of its own."""
+    """A folder of the user `nobody`, with the image's tree in its own cache."""
     with tempfile.TemporaryDirectory(prefix="agentrl-nobody-", dir="/tmp") as folder:
         root = Path(folder)
         root.chmod(0o755)
@@ -50,7 +50,7 @@ def place():
 
 
 def as_nobody(place, work):
-    """What the coroutine function `work` returns as another user, through JSON. Fails with its traceback."""
+    """Runs the coroutine function `work` as another user, and returns its result through JSON."""
     answer = place / "answer"
     answer.unlink(missing_ok=True)
     pid = os.fork()
@@ -93,7 +93,7 @@ def test_conformance_without_root(place):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_spins_is_scored_without_root(place, kind):
+def test_all_kinds_of_spinning_programs_get_a_result_without_root(place, kind):
     async def ends(backend):
         outcome = await spun(backend, SPEC, kind, count=4, seconds=1.5)
         return [sorted(outcome.ends), dict(outcome.after), outcome.neighbour]

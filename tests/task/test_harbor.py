@@ -15,7 +15,7 @@ from agentrl.check.image_files import image_files
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.sandbox import builds, docker, images, select_backend
+from agentrl.sandbox import builds, docker_client, images, select_backend
 from agentrl.task import TaskFolders
 from agentrl.task.leaks import find_leaks, hidden_truths
 from agentrl.task.outputs import WHOLE_DIRECTORY, run_and_collect
@@ -136,7 +136,7 @@ with open("/logs/verifier/reward.json", "w") as file:
 @pytest.fixture(scope="module")
 def base() -> str:
     """A tag that the daemon has, where no registry answers: Python and pytest, as such folders expect."""
-    return docker.ensure_image(images.load_image(ROOT / "sandboxes" / "chores"))
+    return images.ensure_docker_image(images.load_image(ROOT / "sandboxes" / "chores"))
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def family(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for name, files in (("count", COUNT), ("greet", GREET)):
         write(folder / name, files, base)
     yield folder
-    api = docker.client()
+    api = docker_client.client()
     for path in folder.iterdir():
         image = images.load_image(path / "environment")
         for tag in (image.tag, image.built_tag, f"{image.built_tag}-unchecked"):
@@ -261,6 +261,6 @@ async def test_what_no_sandbox_can_have_is_told_when_the_image_is_made(family: P
         write(family / "greet", {"environment/Dockerfile": f"FROM {base}\n{lines}\n"}, base)
         image = images.load_image(family / "greet" / "environment")
         with pytest.raises(ValueError, match=says):
-            docker.ensure_image(image)
-        assert not builds.has_image(docker.client(), image.tag)
-        docker.client().remove_image(f"{image.built_tag}-unchecked", force=True)
+            images.ensure_docker_image(image)
+        assert not builds.has_image(docker_client.client(), image.tag)
+        docker_client.client().remove_image(f"{image.built_tag}-unchecked", force=True)

@@ -1,6 +1,6 @@
-"""Attacks on sandboxes, shipped with the product: `agentrl sandbox attack` runs them against a backend and judges the result.
+"""Attacks on sandboxes, shipped with the product: `agentrl sandbox attack` runs them against a backend.
 
-`programs/` holds programs that an agent might run, one attack a file; `hostile_server` is a compromised exec server.
+`programs/` contains programs that an agent might run, one attack per file; `hostile_server` is a compromised exec server.
 """
 
 from agentrl.sandbox.attacks.cases import Attack, load_attacks

@@ -1,4 +1,4 @@
-"""The only server of the host that attacks on the proxy may reach: lax on purpose, and it records forbidden requests."""
+"""The only server of the host that attacks on the proxy may reach. It is lax on purpose, and records forbidden requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 
 MAX_HEAD = 1 << 20
 FORBIDDEN = b"/forbidden"
-"""A path that attacks request in hidden requests, or after the end of one."""
+"""A path that attacks request in hidden requests, or after the end of a request."""
 
 
 class AllowedServer:
-    """Answers request after request on a connection, and discards what comes after `PUT /sink`.
+    """Answers all requests of a connection, and discards what follows `PUT /sink`.
 
-    `trouble` names requests that the proxy must not forward: hidden ones, and ones for another host.
+    `trouble` describes requests that the proxy must not forward: hidden ones, and ones for another host.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,9 @@ class AllowedServer:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             while True:
                 head = await reader.readuntil(b"\n\r\n")
-                self._look(head)
+                hosts = re.findall(rb"(?im)^host:\s*(\S*)", head)
+                if FORBIDDEN in head or hosts != [b"127.0.0.1:%d" % self.port]:
+                    self.trouble.append(f"the allowed server was sent {head[:200]!r}")
                 if head.startswith(b"PUT /sink"):
                     while await reader.read(1 << 16):
                         pass
@@ -43,8 +45,3 @@ class AllowedServer:
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nallowed")
                 await writer.drain()
         writer.transport.abort()
-
-    def _look(self, head: bytes) -> None:
-        hosts = re.findall(rb"(?im)^host:\s*(\S*)", head)
-        if FORBIDDEN in head or hosts != [b"127.0.0.1:%d" % self.port]:
-            self.trouble.append(f"the allowed server was sent {head[:200]!r}")

@@ -1,107 +1,276 @@
-"""Steps of the host after attacks on its handling of files and arguments: it must answer in time, with the right blame."""
+"""Steps of the host after attacks on its handling of files, archives and arguments: it must answer in time, with the right blame."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import tarfile
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox.attacks.arena import Escaped
-from agentrl.sandbox.attacks.host_steps import MEBIBYTE, STEPS, StepContext
+from agentrl.sandbox.attacks.host_steps import MEBIBYTE, StepContext, hold, step
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.task.outputs import CollectedOutputs, collect_outputs
 
-__all__ = ["STEPS"]
-
 T = TypeVar("T")
-SOON_S = 10.0
-"""Deadline of one step over an agent's files, on a busy machine."""
-SAID = (
-    "\ud800",
-    "\udfff/x",
-    "\udcff",
-    "a\0b",
-    "",
-    ".",
-    "..",
-    "/etc/passwd",
-    "a/../../b",
-    "x" * 256,
-    "x/" * 5000 + "x",
-    "=",
-    "A=B",
-    "\u202e",
-)
-"""What a model may write as a name, an argument or a variable of a tool."""
+_RACE_S = 1.5
+_DEADLINE_S = 10.0  # of one operation on an agent's files, on a busy machine
+_TEXTS = (
+    *("\ud800", "\udfff/x", "\udcff", "a\0b", "", ".", "..", "/etc/passwd", "a/../../b"),
+    *("x" * 256, "x/" * 5000 + "x", "=", "A=B", "\u202e"),
+)  # what a model may write as a name, an argument or a variable of a tool
 
 
-async def _in_time(what: str, work: Awaitable[T]) -> T:
+async def _in_time(action: str, work: Awaitable[T]) -> T:
     try:
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(_DEADLINE_S):
             return await work
     except TimeoutError:
-        raise Escaped(f"{what} takes more than {SOON_S:.0f} s") from None
+        raise Escaped(f"{action} takes more than {_DEADLINE_S:.0f} s") from None
 
 
-async def _collected(scene: StepContext) -> CollectedOutputs:
-    return await _in_time("collecting the outputs", collect_outputs(scene.sandbox, ["**", "result"]))
+async def _outputs(context: StepContext) -> CollectedOutputs:
+    return await _in_time("collecting the outputs", collect_outputs(context.sandbox, ["**", "result"]))
 
 
-async def _captured(scene: StepContext) -> str:
-    """Whatever the modes and names, a snapshot can be made and opens into the same files."""
+async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
+    """The sandbox's answer, or None if it refused. A sandbox that breaks on hostile files raises `SandboxError`."""
     try:
-        archive = await _in_time("a snapshot", scene.sandbox.snapshot())
-        copy = await _in_time("opening from a snapshot", scene.backend.open(scene.arena.spec, snapshot=archive))
+        return await work
+    except (ValueError, FileNotFoundError):
+        return None
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@step
+async def _read_result_refused(context: StepContext) -> str:
+    data = await _bytes_or_refusal(context.sandbox.read("result", max_bytes=MEBIBYTE))
+    hold(data is None, f"read {len(data or b'')} bytes, where {MEBIBYTE} are allowed")
+    archive = await _bytes_or_refusal(context.sandbox.snapshot())
+    return f"read refused, snapshot {'refused' if archive is None else f'of {len(archive)} bytes'}"
+
+
+@step
+async def _planted_files(context: StepContext) -> str:
+    names = ("passwd", "etc/passwd", "environ", "loop", "pipe", "folder", "socket", "zero", "unreadable", "etc/new", "loop/x")
+    for name in names:
+        data = await _bytes_or_refusal(context.sandbox.read(name, max_bytes=MEBIBYTE))
+        hold(data is None, f"read through {name}: {data!r}")
+    for name in ("passwd", "pipe", "socket", "zero", "hard"):
+        await context.sandbox.write(name, b"new")
+        hold(await context.sandbox.read(name, max_bytes=10) == b"new", f"writing {name} did not replace it")
+    for name in ("etc/new", "folder", "loop/x"):
+        try:
+            await context.sandbox.write(name, b"new")
+        except ValueError:
+            continue
+        raise Escaped(f"wrote {name}")
+    return f"{len(names)} reads refused"
+
+
+@step
+async def _link_race(context: StepContext) -> str:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _RACE_S
+    own = refused = 0
+    while loop.time() < end:
+        for name in ("d/now/f", "d/now/passwd", "e/f"):
+            data = await _bytes_or_refusal(context.sandbox.read(name, max_bytes=MEBIBYTE))
+            hold(data in (None, b"mine", b""), f"{name} gave {data!r}")
+            own, refused = own + (data is not None), refused + (data is None)
+        try:
+            await context.sandbox.write("d/now/written", b"x")
+        except ValueError:
+            refused += 1
+    return f"{own} reads of its own files, {refused} refused"
+
+
+@step
+async def _growing_files(context: StepContext) -> str:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _RACE_S
+    count = 0
+    while loop.time() < end:
+        data = await _bytes_or_refusal(context.sandbox.read("result", max_bytes=200_000))
+        hold(data is None or len(data) <= 200_000, "more bytes than allowed")
+        archive = await _bytes_or_refusal(context.sandbox.snapshot())
+        hold(archive is None or len(archive) < 4 * MEBIBYTE, "a snapshot larger than its files")
+        count += 1
+    return f"{count} reads and snapshots within the limits"
+
+
+# Snapshots ------------------------------------------------------------------------------------------------------------
+
+
+@step
+async def _snapshot_refused(context: StepContext) -> str:
+    archive = await _bytes_or_refusal(context.sandbox.snapshot())
+    return "snapshot refused" if archive is None else f"snapshot of {len(archive)} bytes"
+
+
+@step
+async def _snapshot(context: StepContext) -> str:
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    try:
+        await context.sandbox.snapshot()
+    except (SandboxError, ValueError) as error:
+        hold(loop.time() - start < 20.0, f"a hostile archive blocked the driver for {loop.time() - start:.0f} s")
+        return f"{type(error).__name__}: {str(error)[-80:]}"
+    raise Escaped("an archive without end was accepted")
+
+
+@step
+async def _snapshot_opens(context: StepContext) -> str:
+    copy = await context.backend.open(context.arena.spec, snapshot=await context.sandbox.snapshot())
+    try:
+        names = "import os; print(sorted(os.listdir('.')) == sorted(eval(open('/dev/stdin').read())), os.path.exists('/tmp/x'))"
+        listing = await context.output("import os; print(os.listdir('.'))")
+        result = await copy.exec(["python3", "-I", "-c", names], stdin=listing.encode("utf-8", "replace"), timeout_s=10)
+        count = (await copy.python("import os; print(len(os.listdir('.')))", timeout_s=10)).stdout.strip()
+        hold(result.exit_code in (0, 1) and int(count) >= 15, f"the copy holds {count} entries: {result}")
+    finally:
+        await copy.close()
+    return f"a copy with {count} entries"
+
+
+@step
+async def _captured(context: StepContext) -> str:
+    """Whatever the modes and names, a snapshot succeeds and opens into the same files."""
+    try:
+        archive = await _in_time("a snapshot", context.sandbox.snapshot())
+        copy = await _in_time("opening from a snapshot", context.backend.open(context.arena.spec, snapshot=archive))
     except ValueError as error:
-        raise Escaped(f"the agent has opted out of being captured: {error}") from None
+        raise Escaped(f"the agent has prevented a snapshot: {error}") from None
     try:
         again = await copy.snapshot()
     finally:
         await copy.close()
     if again != archive:
-        raise Escaped(f"a copy is not as its original: {len(again)} bytes of archive, {len(archive)} before")
-    collected = await _collected(scene)
-    return f"a snapshot of {len(archive)} bytes opens as it was; {len(collected.files)} outputs, {len(collected.refused)} refused"
+        raise Escaped(f"a copy differs from its original: {len(again)} bytes of archive, {len(archive)} before")
+    outputs = await _outputs(context)
+    return f"a snapshot of {len(archive)} bytes opens unchanged; {len(outputs.files)} outputs, {len(outputs.refused)} refused"
 
 
-async def _captured_or_too_large(scene: StepContext) -> str:
+@step
+async def _captured_or_too_large(context: StepContext) -> str:
     try:
-        archive = await _in_time("a snapshot", scene.sandbox.snapshot())
-        said = f"a snapshot of {len(archive)} bytes"
+        snapshot = f"a snapshot of {len(await _in_time('a snapshot', context.sandbox.snapshot()))} bytes"
     except ValueError as error:
         if "the working directory" not in str(error):
             raise Escaped(f"refused for another reason than size: {error}") from None
-        said = str(error)
-    collected = await _collected(scene)
-    return f"{said}; {len(collected.files)} outputs, {len(collected.refused)} refused"
+        snapshot = str(error)
+    outputs = await _outputs(context)
+    return f"{snapshot}; {len(outputs.files)} outputs, {len(outputs.refused)} refused"
 
 
-async def _nobody_at_the_outputs(scene: StepContext) -> str:
-    collected = await _collected(scene)
-    left = await scene.says("import os\nprint([pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())])")
-    if left != "[]":
-        raise Escaped(f"processes {left} went on while outputs were taken")
-    return f"{len(collected.files)} outputs, nobody beside them"
+@step
+async def _nobody_at_the_outputs(context: StepContext) -> str:
+    outputs = await _outputs(context)
+    left = await context.other_processes()
+    hold(left == "[]", f"processes {left} continued while outputs were collected")
+    return f"{len(outputs.files)} outputs, and no other process"
 
 
-async def _odd_arguments(scene: StepContext) -> str:
-    """Everything that a model may write, in every argument of a sandbox: a result, or an error not blamed on the machine."""
+# Archives -------------------------------------------------------------------------------------------------------------
+
+
+@step
+async def _hostile_archives(context: StepContext) -> str:
+    archives = _archives()
+    refused = 0
+    for name, archive in archives.items():
+        try:
+            await context.sandbox.restore(archive)
+        except ValueError:
+            refused += 1
+        except SandboxError as error:
+            raise Escaped(f"the archive {name!r} broke the sandbox: {error}") from None
+    escaped = await context.output(
+        "import glob, os, stat\n"
+        "outside = [p for top in ('/tmp', '/home', '/dev/shm', '/etc', '/') for p in glob.glob(top + '/evil*')]\n"
+        "inside = {p: os.lstat(p).st_mode for p in glob.glob('**', recursive=True)}\n"
+        "odd = [p for p, mode in inside.items() if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)]\n"
+        "suid = [p for p, mode in inside.items() if mode & 0o6000]\n"
+        "shared = [p for p in glob.glob('hard*') if os.path.isfile(p) and os.stat(p).st_nlink > 1]\n"
+        "print(outside + odd + suid + shared)\n"
+    )
+    hold(escaped == "[]", f"unpacked outside the working directory, or as something other than a file: {escaped}")
+    return f"{refused} of {len(archives)} refused, the rest stayed inside"
+
+
+def _archives() -> dict[str, bytes]:
+    def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0, mode: int = 0o644) -> tarfile.TarInfo:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname, info.size, info.mode = kind, link, size, mode
+        info.devmajor, info.devminor = 1, 3
+        return info
+
+    chains = {
+        "up": [member("../evil")],
+        "far up": [member("a/../../../tmp/evil")],
+        "absolute": [member("/tmp/evil")],
+        "through a link": [member("out", tarfile.SYMTYPE, "/tmp"), member("out/evil")],
+        "through two links": [member("o1", tarfile.SYMTYPE, "o2"), member("o2", tarfile.SYMTYPE, "/dev/shm"), member("o1/evil")],
+        "link, then a file of its name": [member("twice", tarfile.SYMTYPE, "/tmp/evil"), member("twice", size=4)],
+        "hard link": [member("hard", tarfile.LNKTYPE, "/etc/passwd"), member("hard2", tarfile.LNKTYPE, "../../etc/passwd")],
+        "device": [member("null", tarfile.CHRTYPE), member("disk", tarfile.BLKTYPE), member("pipe", tarfile.FIFOTYPE)],
+        "setuid": [member("suid", size=4, mode=0o6777)],
+        "empty name": [member("")],
+        "dots": [member("."), member("..", tarfile.DIRTYPE), member("./."), member("x/./y")],
+        "NUL": [member("a\0b")],
+        "too deep": [member("/".join("d" * 200))],
+        "too many": [member(f"n{number}", tarfile.DIRTYPE) for number in range(20_005)],
+        "a folder that is a file": [member("thing", size=4), member("thing/evil")],
+    }
+    archives = {name: _tar(members) for name, members in chains.items()}
+    archives["claims more than it holds"] = _tar([member("claim", size=4)], claim=1 << 40)
+    archives["fills the disk"] = _tar([member("fill", size=4)], claim=512 * MEBIBYTE)
+    archives["noise"] = bytes(range(256)) * 64
+    archives["compressed"] = b"\x1f\x8b\x08\x00" + bytes(1000)
+    return archives
+
+
+def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
+    """An archive of `members`, those with a size each followed by a block of content. `claim` replaces the sizes in the headers."""
+    out = io.BytesIO()
+    for info in members:
+        info.size, real = claim or info.size, info.size
+        out.write(info.tobuf(tarfile.PAX_FORMAT))
+        out.write((b"evil" * 128)[:512] if real else b"")
+    return out.getvalue() + bytes(1024)
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+@step
+async def _odd_arguments(context: StepContext) -> str:
+    """Anything that a model may write, in any argument of a sandbox, gives a result, or an error that does not blame the machine."""
     refused = answered = 0
-    for text in SAID:
+    for text in _TEXTS:
         for name, call in _CALLS.items():
             try:
-                await _in_time(name, call(scene.sandbox, text))
+                await _in_time(name, call(context.sandbox, text))
                 answered += 1
             except (ValueError, FileNotFoundError) as error:
                 str(error).encode()
                 refused += 1
             except SandboxError as error:
-                raise Escaped(f"{name} with {text[:20]!r} ends the sandbox, and the failure is the machine's: {error}") from None
-    result = await scene.sandbox.exec(["sh", "-c", "exit 70"], timeout_s=10)
-    if result.exit_code != 70:
-        raise Escaped(f"a program's own exit code 70 came as {result}")
+                raise Escaped(f"{name} with {text[:20]!r} ends the sandbox, and blames the machine: {error}") from None
+    result = await context.sandbox.exec(["sh", "-c", "exit 70"], timeout_s=10)
+    hold(result.exit_code == 70, f"a program's exit code 70 arrived as {result}")
     return f"{refused} refused, {answered} answered"
+
+
+async def _run_with(sandbox: ChannelSandbox, env: dict[str, str]) -> None:
+    """Runs `true` with these variables. A failure to start must not look like its own exit."""
+    result = await sandbox.exec(["true"], env=env, timeout_s=10)
+    hold(result.exit_code == 0, f"`true` with {env!r:.60} seems to exit with {result.exit_code}")
 
 
 _CALLS: dict[str, Callable[[ChannelSandbox, str], Awaitable[object]]] = {
@@ -109,23 +278,8 @@ _CALLS: dict[str, Callable[[ChannelSandbox, str], Awaitable[object]]] = {
     "write": lambda sandbox, text: sandbox.write(text, b"x"),
     "argv": lambda sandbox, text: sandbox.exec(["true", text], timeout_s=10),
     "program": lambda sandbox, text: sandbox.exec([text], timeout_s=10),
-    "a variable's name": lambda sandbox, text: _ran(sandbox, {text: "x"}),
-    "a variable": lambda sandbox, text: _ran(sandbox, {"X": text}),
+    "a variable's name": lambda sandbox, text: _run_with(sandbox, {text: "x"}),
+    "a variable": lambda sandbox, text: _run_with(sandbox, {"X": text}),
     "code": lambda sandbox, text: sandbox.python(f"print({text!r}, '{text}')", timeout_s=10),
     "session": lambda sandbox, text: sandbox.python("1", timeout_s=10, session=text),
 }
-
-
-async def _ran(sandbox: ChannelSandbox, env: dict[str, str]) -> None:
-    """Runs `true` with these variables; a failure to start must not look like its own exit."""
-    result = await sandbox.exec(["true"], env=env, timeout_s=10)
-    if result.exit_code != 0:
-        raise Escaped(f"`true` with {env!r:.60} seems to exit with {result.exit_code}")
-
-
-STEPS.update(
-    captured=_captured,
-    captured_or_too_large=_captured_or_too_large,
-    nobody_at_the_outputs=_nobody_at_the_outputs,
-    odd_arguments=_odd_arguments,
-)

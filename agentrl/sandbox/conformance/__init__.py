@@ -1,19 +1,42 @@
-"""Conformance checks of sandbox backends, shipped with the product: run them on your machine, or on your own backend.
+"""Conformance checks for sandbox backends, shipped with the product for any machine and any user-supplied backend.
 
-Each check opens what it needs through the public protocol and acts as a hostile program would. `check_conformance` runs all of them.
+Each check opens what it needs through the public protocol, and acts as a hostile program would. `check_conformance` runs all of them.
 """
 
-from agentrl.sandbox.conformance import basics, network, sessions, shares
-from agentrl.sandbox.conformance.bench import CHECKS, BackendUnderTest, ConformanceError, ConformanceResult, check_conformance
+from __future__ import annotations
 
-__all__ = [
-    "CHECKS",
-    "BackendUnderTest",
-    "ConformanceError",
-    "ConformanceResult",
-    "basics",
-    "check_conformance",
-    "network",
-    "sessions",
-    "shares",
-]
+import asyncio
+import time
+
+from agentrl.errors import AgentRLError
+from agentrl.protocols import SandboxBackend
+from agentrl.records import SandboxSpec
+from agentrl.sandbox.conformance import basics, host, sessions
+from agentrl.sandbox.conformance.bench import BackendUnderTest, ConformanceError, ConformanceResult
+
+__all__ = ["CHECKS", "BackendUnderTest", "ConformanceError", "ConformanceResult", "check_conformance"]
+
+CHECKS = {
+    name.removeprefix("check_"): function
+    for module in (basics, host, sessions)
+    for name, function in vars(module).items()
+    if name.startswith("check_")
+}
+"""Name -> function of every check. Each gets what it works on, and a new sandbox."""
+_CHECK_S = 120.0
+
+
+async def check_conformance(backend: SandboxBackend, spec: SandboxSpec, *, only: str = "") -> list[ConformanceResult]:
+    """Runs the checks whose name contains `only`, one after the other. A check fails if it raises or takes too long."""
+    await backend.prepare(spec)
+    bench = BackendUnderTest(backend, spec)
+    results = []
+    for name in (name for name in CHECKS if only in name):
+        start, detail = time.monotonic(), ""
+        try:
+            async with asyncio.timeout(_CHECK_S), bench.sandbox() as sandbox:
+                await CHECKS[name](bench, sandbox)
+        except (ConformanceError, AgentRLError, ValueError, OSError) as error:
+            detail = f"{type(error).__name__}: {error}"
+        results.append(ConformanceResult(name=name, ok=not detail, detail=detail, wall_s=time.monotonic() - start))
+    return results

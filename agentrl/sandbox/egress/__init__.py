@@ -1,11 +1,11 @@
-"""Network access of a sandbox with an allow-list (`SandboxSpec.network`): through the host's proxy, and no other way.
+"""Network access of a sandbox with an allow-list (`SandboxSpec.network`): only through a proxy on the host.
 
-The sandbox's network namespace stays empty: its own loopback, no route, no name server. Before any program runs, the exec
-server opens a listener on that loopback and hands it to the host, which keeps the only copy. A program that connects there,
-as the proxy variables in its environment say, talks to the host's proxy. Nothing between the two runs in the sandbox, so
-nothing there can be taken over, killed or stopped. A program that ignores the variables reaches nothing.
+The sandbox's network namespace stays empty: a loopback interface, no route, no name server. Before any program runs, the exec server
+opens a listener on that loopback and hands it to the host, which keeps the only copy. Programs connect to it, as the proxy variables in
+their environment say, and so reach the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over, killed or
+stopped. A program that ignores the variables reaches nothing.
 
-`listener` takes the listener and accepts, `heads` parses requests, `addresses` decides and connects, `proxy` forwards.
+`listener` receives the listener and accepts connections, `heads` parses requests, `addresses` decides and connects, `proxy` forwards.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ from agentrl.sandbox.egress.proxy import Bounds
 __all__ = ["LINK", "PORT", "Bounds", "EgressListener", "proxy_environment", "server_options", "socket_mounts"]
 
 PORT = 3128
-"""The proxy's port on the loopback of every sandbox that has an allow-list."""
-BACKLOG = 64
-_INSIDE = f"/agentrl/{LINK}"
-_ADDRESS = f"connect:{_INSIDE}"
-_OWN = ("localhost", "127.0.0.1", "::1")
+"""The proxy's port on the loopback of every sandbox with an allow-list."""
+_BACKLOG = 64
+_LINK_INSIDE = f"/agentrl/{LINK}"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def server_options(spec: SandboxSpec) -> dict[str, Any]:
-    """Additional options of the exec server (see `allowance.server_options`); none for a sandbox without an allow-list."""
+    """Additional options of the exec server (see `limits.server_options`). Empty without an allow-list."""
     if not spec.network:
         return {}
-    return {
-        "network": {"port": PORT, "backlog": BACKLOG, "link": _ADDRESS, "environment": proxy_environment(parse_destinations(spec.network))}
-    }
+    variables = proxy_environment(parse_destinations(spec.network))
+    return {"network": {"port": PORT, "backlog": _BACKLOG, "link": f"connect:{_LINK_INSIDE}", "environment": variables}}
 
 
 def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
-    """Path in the sandbox, and on the host, of the socket over which the exec server hands its listener to the host."""
-    return {_INSIDE: folder / LINK} if spec.network else {}
+    """Path in the sandbox -> path on the host of the socket through which the exec server hands over its listener."""
+    return {_LINK_INSIDE: folder / LINK} if spec.network else {}
 
 
 def proxy_environment(network: tuple[Destination, ...]) -> dict[str, str]:
-    """The proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list names them."""
+    """The proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list contains them."""
     listed = {destination.host for destination in network}
-    proxy, own = f"http://127.0.0.1:{PORT}", ",".join(name for name in _OWN if name not in listed)
-    pairs = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": own}
-    return pairs | {name.upper(): value for name, value in pairs.items()}
+    proxy, direct = f"http://127.0.0.1:{PORT}", ",".join(name for name in _LOOPBACK if name not in listed)
+    variables = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": direct}
+    return variables | {name.upper(): value for name, value in variables.items()}

@@ -1,8 +1,8 @@
-"""The listener on a sandbox's loopback: handed over by its exec server before any program runs, and served by the host.
+"""The listener on a sandbox's loopback, which its exec server hands over before any program runs, and which the host serves.
 
-The descriptor arrives over a socket in the sandbox's runtime folder. A listener stays in the network namespace it was made in,
-so only this sandbox can connect to it. Connections are accepted in a thread: a listener's flags are shared with the process that
-made it, so a compromised exec server could make `accept` block, which must never happen in an event loop.
+The descriptor arrives over a socket in the sandbox's runtime folder. A listener stays in the network namespace in which it was created,
+so only this sandbox can connect to it. A thread accepts connections: the process that created a listener shares its flags, so a
+compromised exec server could make `accept` block, which must never happen in an event loop.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.records.destinations import parse_destinations
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
-from agentrl.sandbox.links import accept, readable
+from agentrl.sandbox.waiting import accept, readable
 
 log = logging.getLogger(__name__)
 
 LINK = "egress"
 """Name of the socket in the sandbox's runtime folder."""
-CLOSE_S = 5.0
-SHORT_S = 0.2
-_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_CLOSE_S = 5.0
+_RETRY_S = 0.2
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAX_DESCRIPTORS = 8
 
 
 class EgressListener:
-    """The host's end of a sandbox with an allow-list: accepts its connections and hands them to `proxy`.
+    """The host's end of a sandbox with an allow-list: it accepts the connections and passes them to `proxy`.
 
-    Create it before the sandbox starts, `take` the listener once the exec server has said hello, `close` it with the sandbox.
+    Create it before the sandbox starts, `receive` the listener after the exec server's greeting, and `close` it with the sandbox.
     """
 
     def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None) -> None:
@@ -44,32 +44,28 @@ class EgressListener:
         self.proxy = Proxy(name, parse_destinations(spec.network), self.bounds)
         self._name = name
         self._path = folder / LINK
-        self._handing = socket.socket(socket.AF_UNIX)
+        self._handover = socket.socket(socket.AF_UNIX)
         self._listener: socket.socket | None = None
         self._slots = threading.Semaphore(self.bounds.connections)
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._closing = False
         try:
-            self._handing.bind(str(self._path))
-            self._path.chmod(0o666)  # the folders above are this user's alone
-            self._handing.listen(1)
-            self._handing.setblocking(False)
+            self._handover.bind(str(self._path))
+            self._path.chmod(0o666)  # only this user can enter the folders above
+            self._handover.listen(1)
+            self._handover.setblocking(False)
         except BaseException:
-            self._handing.close()
+            self._handover.close()
             raise
 
-    @classmethod
-    def for_spec(cls, name: str, spec: SandboxSpec, folder: Path) -> EgressListener | None:
-        """A listener for a sandbox with an allow-list; None, at no cost, for one without."""
-        return cls(name, spec, folder) if spec.network else None
-
     async def receive(self) -> None:
-        """Receives the listener and starts to serve. Raises `SandboxError`; the caller sets the deadline."""
+        """Receives the listener and starts to serve. Raises `SandboxError`. The caller sets the deadline."""
         loop = asyncio.get_running_loop()
-        with await accept(self._handing) as link:
+        with await accept(self._handover) as link:
             await readable(link)
-            self._listener = _checked(_received(link))
+            _, descriptors, _, _ = socket.recv_fds(link, 1, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        self._listener = _checked(descriptors)
         self.discard()
         thread = threading.Thread(target=self._accept, args=(self._listener, loop), name=f"egress {self._name}", daemon=True)
         thread.start()
@@ -85,7 +81,7 @@ class EgressListener:
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
             self._slots.release()
             try:
-                async with asyncio.timeout(CLOSE_S):
+                async with asyncio.timeout(_CLOSE_S):
                     await self._ended.wait()
                 self._listener.close()
             except TimeoutError:
@@ -96,13 +92,13 @@ class EgressListener:
         self.proxy.log_refusals()
 
     def discard(self) -> None:
-        """Removes the hand-over socket: the listener has arrived, or the sandbox failed to start."""
-        self._handing.close()
+        """Removes the hand-over socket, because the listener has arrived or the sandbox has failed to start."""
+        self._handover.close()
         self._path.unlink(missing_ok=True)
 
     def _accept(self, listener: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in its own thread until the listener ends; hands each connection to the driver's event loop."""
-        with contextlib.suppress(RuntimeError):  # the event loop has ended, and the driver with it
+        """Passes connections to the driver's event loop until the listener ends. Runs in its own thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             while self._slots.acquire() and not self._closing:
                 link = _next(listener)
                 if link is None:
@@ -132,25 +128,20 @@ class EgressListener:
 
 
 def _next(listener: socket.socket) -> socket.socket | None:
-    """The next connection; None once the listener has ended."""
+    """The next connection. None once the listener has ended."""
     while True:
         try:
             return listener.accept()[0]
         except ConnectionAbortedError:
             continue
         except OSError as error:
-            if error.errno not in _SHORT_OF:
+            if error.errno not in _SHORTAGES:
                 return None
-            time.sleep(SHORT_S)
-
-
-def _received(link: socket.socket) -> list[int]:
-    _, descriptors, _, _ = socket.recv_fds(link, 1, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    return descriptors
+            time.sleep(_RETRY_S)
 
 
 def _checked(descriptors: list[int]) -> socket.socket:
-    """The listening TCP socket that was sent; anything else is closed and refused."""
+    """The listening TCP socket that was sent. Closes anything else and raises `SandboxError`."""
     problem = f"{len(descriptors)} descriptors"
     if len(descriptors) == 1:
         try:

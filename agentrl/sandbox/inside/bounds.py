@@ -1,7 +1,7 @@
-"""What the kernel charges to no sandbox: bounded before any program runs where it has a setting, else counted while programs run.
+"""Limits on kernel resources that are charged to no sandbox: set before any program runs, or counted while programs run.
 
-Locks on files are kernel memory without an owner, and without a limit. So is what lies in a connection on the loopback until somebody
-has accepted it. Both are counted several times a second; a sandbox that holds too many is out of memory, as if it had been charged.
+File locks use kernel memory that is neither charged nor limited. So do the bytes in a loopback connection that is not accepted yet. Both
+are counted several times a second. A sandbox with too many is out of memory, as if it had been charged for them.
 """
 
 from __future__ import annotations
@@ -17,80 +17,78 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.wire import Request
 
 MS_RDONLY, MS_NOEXEC, MS_BIND = 1, 8, 4096
-SETTINGS = "/proc/sys"
-MOST_LOCKS = 4096
-MOST_SOCKETS = 1024
-"""Of IP, waiting to be accepted or not."""
-LOOK_S = 0.1
-"""How often is looked while a program runs."""
-LOOK_BETWEEN_S = 0.5
-"""And how often while none does but something has been left behind."""
-RARELY = 20
-"""What part of the time a look may take: whoever reads the table of locks holds it for the whole machine, however long others make it."""
-MOST_REST_S = 2.0
-PAGE = 65536
+MAX_LOCKS = 4096
+MAX_SOCKETS = 1024
+"""TCP and UDP sockets, accepted or not."""
+CHECK_S = 0.1
+"""Interval of the checks while a program runs."""
+IDLE_CHECK_S = 0.5
+"""Interval of the checks while none runs but some process is left."""
+REST_FACTOR = 20
+"""A check may take this fraction of the time: reading the table of locks blocks it for the whole machine, however long it is."""
+MAX_REST_S = 2.0
+_SETTINGS = "/proc/sys"
+_PAGE = 65536
 
 
 def set_bounds(options: Request) -> None:
-    """Sets, as root, what this sandbox has of terminals, and how its sockets are buffered: what the engine has not done already."""
-    os.chmod(HOME, 0o1777)  # runc gives a tmpfs the mode of the folder that it covers
+    """Sets, as root, the limits on terminals and socket buffers that Docker has not set."""
+    os.chmod(HOME, 0o1777)  # runc gives a tmpfs the mode of the folder below it
     if "terminals" in options:
-        _mount("/dev/pts", MS_REMOUNT | MS_NOSUID | MS_NOEXEC, options["terminals"])
+        _remount("/dev/pts", MS_NOSUID | MS_NOEXEC, options["terminals"])
     if "settings" in options:  # of this network namespace
-        _mount(SETTINGS, MS_REMOUNT | MS_BIND | MS_NOSUID | MS_NODEV)
+        _remount(_SETTINGS, MS_BIND | MS_NOSUID | MS_NODEV)
         for name, value in options["settings"].items():
-            with open(f"{SETTINGS}/{name.replace('.', '/')}", "w") as file:
+            with open(f"{_SETTINGS}/{name.replace('.', '/')}", "w") as file:
                 file.write(value)
-        _mount(SETTINGS, MS_REMOUNT | MS_BIND | MS_NOSUID | MS_NODEV | MS_RDONLY)
+        _remount(_SETTINGS, MS_BIND | MS_NOSUID | MS_NODEV | MS_RDONLY)
 
 
-def _mount(path: str, flags: int, settings: str = "") -> None:
-    if LIBC.mount(b"none", path.encode(), None, flags, settings.encode() or None) != 0:
+def _remount(path: str, flags: int, settings: str = "") -> None:
+    if LIBC.mount(b"none", path.encode(), None, MS_REMOUNT | flags, settings.encode() or None) != 0:
         raise OSError(ctypes.get_errno(), f"remount {path}")
 
 
 class Watch:
-    """Counts what is charged to nobody; a machine that does not show a count has none."""
+    """Counts uncharged resources. A count that the machine does not show is 0."""
 
     def __init__(self) -> None:
-        self.locks, self.sockets, self.sockets6 = (count_at(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
-        self.children = count_at("/proc/self/task/1/children")
-        self.rest_s = 0.0  # until the next look, at least
+        self.locks, self.sockets, self.sockets6 = (_open_count(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
+        self.children = _open_count("/proc/self/task/1/children")
+        self.rest_s = 0.0  # minimum time until the next check
 
-    def overdrawn(self) -> bool:
-        """Whether programs of this sandbox hold more than it may have."""
-        began = time.monotonic()
-        over = self._holds_too_much()
-        self.rest_s = min(MOST_REST_S, RARELY * (time.monotonic() - began))
+    def over_limit(self) -> bool:
+        """Whether programs of this sandbox hold more than the limits."""
+        start = time.monotonic()
+        sockets = sockets_in(_content(self.sockets)) + sockets_in(_content(self.sockets6))
+        over = sockets > MAX_SOCKETS or self.too_many_locks()
+        self.rest_s = min(MAX_REST_S, REST_FACTOR * (time.monotonic() - start))
         return over
 
-    def _holds_too_much(self) -> bool:
-        return sockets_in(shown(self.sockets)) + sockets_in(shown(self.sockets6)) > MOST_SOCKETS or self.too_many_locks()
-
     def too_many_locks(self) -> bool:
-        """The kernel gives a page at a time: locks of this process namespace, and, of all others, those of open files."""
+        """Counts the locks of this pid namespace. The kernel lists, a page at a time, also others' locks of open files."""
         count = at = 0
-        while count <= MOST_LOCKS and (data := shown(self.locks, at)):
+        while count <= MAX_LOCKS and (data := _content(self.locks, at)):
             count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)
-        return count > MOST_LOCKS
+        return count > MAX_LOCKS
 
-    def somebody_is_left(self, waiting: int) -> bool:
-        """Whether a process lives here besides this one and its child `waiting`. What has lost its parent is a child of this one."""
-        return any(int(pid) != waiting for pid in shown(self.children).split()) if self.children >= 0 else True
+    def has_others(self, waiting: int) -> bool:
+        """Whether a process exists besides this one and its child `waiting`. Orphans become children of this process."""
+        return any(int(pid) != waiting for pid in _content(self.children).split()) if self.children >= 0 else True
 
 
 def sockets_in(text: bytes) -> int:
-    """TCP and UDP sockets in the words of /proc/net/sockstat and sockstat6, which have a line `TCP: inuse 3 ...`."""
-    words = (line.split() for line in text.splitlines())
-    return sum(int(line[2]) for line in words if line[:1] and line[0].startswith((b"TCP", b"UDP")))
+    """Number of TCP and UDP sockets in /proc/net/sockstat or sockstat6, which have lines such as `TCP: inuse 3 ...`."""
+    fields = (line.split() for line in text.splitlines())
+    return sum(int(line[2]) for line in fields if line[:1] and line[0].startswith((b"TCP", b"UDP")))
 
 
-def count_at(path: str) -> int:
+def _open_count(path: str) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1
 
 
-def shown(fd: int, at: int = 0) -> bytes:
-    return os.pread(fd, PAGE, at) if fd >= 0 else b""
+def _content(fd: int, at: int = 0) -> bytes:
+    return os.pread(fd, _PAGE, at) if fd >= 0 else b""

@@ -1,4 +1,4 @@
-"""What a forked child runs as the agent: a program, or a snippet of Python in the interpreter that it is."""
+"""What a forked child runs as the agent: a program, or Python code in its own interpreter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import types
 
 from agentrl.sandbox.inside.users import ENVIRONMENT
 
-# Imported here only to be warm in the snippets that are forked from this process.
-WARM = (collections, csv, datetime, re)
-NOWHERE = "/dev/null/nowhere"
+# Imported so that snippets, which are forked from this process, find these modules loaded.
+_PRELOADED = (collections, csv, datetime, re)
+_NOWHERE = "/dev/null/nowhere"
 
 
 def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
-    """Becomes the program; gives the exit status of a shell when there is none to become."""
+    """Replaces this process by a program. Returns a shell's exit status if that fails."""
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
     refused: int | None = errno.ENOENT
@@ -37,14 +37,14 @@ def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
 
 
 def candidates(name: str, environment: dict[str, str]) -> list[str]:
-    """Where a program of that name may be. `os.execvpe` looks there too, and takes a millisecond to import what it warns with."""
+    """Where a program of this name may be, as in `os.execvpe`, which takes a millisecond to import `warnings`."""
     if "/" in name:
         return [name]
     return [f"{folder}/{name}" for folder in environment.get("PATH", os.defpath).split(":")]
 
 
-def look_like_an_interpreter() -> None:
-    """Makes this interpreter, before it has run anyone's code, what `python3 -I -c` would find itself in."""
+def reset_interpreter() -> None:
+    """Gives this interpreter, before it has run any code, the state in which `python3 -I -c` starts."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     sys.argv = ["-c"]
@@ -54,25 +54,25 @@ def look_like_an_interpreter() -> None:
 
 
 def rehearse(kind: str) -> None:
-    """Goes through the motions of such work: the pages that it writes to are then this process's own, not still to be copied."""
+    """Performs an empty piece of work of this kind, which copies the shared pages that it writes to ahead of time."""
     if kind == "exec":
         with contextlib.suppress(OSError):
-            os.execve(NOWHERE, [NOWHERE], ENVIRONMENT)
+            os.execve(_NOWHERE, [_NOWHERE], ENVIRONMENT)
     else:
         exec(compile("len(())", "<string>", "exec", dont_inherit=True), {})
         sys.stdout.flush()
 
 
-def heed_signals() -> None:
-    """Signals as an interpreter has them."""
+def set_signal_handlers() -> None:
+    """Handles signals as an interpreter does."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_snippet(code: bytes) -> int:
-    """What `python3 -I -c` does with `code`, in this forked interpreter; gives the exit status."""
-    heed_signals()
+    """Runs `code` in this forked interpreter as `python3 -I -c` does. Returns the exit status."""
+    set_signal_handlers()
     status = 0
     try:
         exec(compile(code, "<string>", "exec", dont_inherit=True), sys.modules["__main__"].__dict__)
@@ -85,7 +85,7 @@ def run_snippet(code: bytes) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Prints an uncaught exception as the interpreter does, without this file's own frame."""
+    """Prints an uncaught exception as the interpreter does, without this file's frame."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -94,6 +94,7 @@ def report(error: BaseException) -> None:
 
 
 def exit_status(stop: SystemExit) -> int:
+    """The exit status of an interpreter that ends with `stop`. Prints its message."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -103,7 +104,7 @@ def exit_status(stop: SystemExit) -> int:
 
 
 def finish(status: int) -> int:
-    """The end of an interpreter: waits for threads, runs exit handlers, flushes."""
+    """Ends an interpreter: waits for threads, runs exit handlers, flushes. Returns the exit status."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
@@ -114,6 +115,6 @@ def finish(status: int) -> int:
         try:
             if stream is not None:
                 stream.flush()
-        except BaseException:  # whatever the program has put there
+        except BaseException:  # the program may have replaced the stream
             status = status or 120
     return status

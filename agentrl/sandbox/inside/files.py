@@ -1,4 +1,4 @@
-"""Files in the working directory, for the host: every step of a path is opened without following links."""
+"""Files in the working directory, for the host. Each component of a path is opened without following links."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentrl.sandbox.inside.wire import Answer, Body, Link, Readable, Request
 
-
 MAX_DEPTH = 64
 """Names in a path."""
-HOLE_BYTES = 4096
-HOLE = bytes(HOLE_BYTES)
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags to open a folder."""
+_HOLE = bytes(4096)
 
 
 def send_file(link: Link, request: Request, body: Body) -> Answer:
+    """Sends the content of a regular file."""
     with FolderPath() as folders:
         folder, name = folders.parent(request["path"])
-        fd = open_regular(name, folder)
+        fd = _open_regular(name, folder)
     sink = Sink(link, request["id"], request["max_bytes"], f"{request['path']} is larger than {request['max_bytes']} bytes")
     with open(fd, "rb", buffering=0) as file:
         sink.room_for(os.fstat(fd).st_size)
@@ -35,7 +35,8 @@ def send_file(link: Link, request: Request, body: Body) -> Answer:
     return {"more": False}, data
 
 
-def take_files(link: Link, request: Request, body: Body) -> Answer:
+def write_files(link: Link, request: Request, body: Body) -> Answer:
+    """Writes files."""
     with FolderPath() as folders:
         for path, size in request["files"]:
             write_file(*folders.parent(path, create=True), body, size)
@@ -43,9 +44,9 @@ def take_files(link: Link, request: Request, body: Body) -> Answer:
 
 
 class FolderPath:
-    """The folder that was used last and those above it, held open: the next path as a rule begins as the last one did.
+    """The folder that was used last, and those above it, held open because the next path usually starts with the same ones.
 
-    Every step is opened in the one before without following links, so nothing leads out of `top`.
+    Each folder is opened in the one above without following links, so no path leads out of `top`.
     """
 
     def __init__(self, top: str = HOME) -> None:
@@ -56,11 +57,11 @@ class FolderPath:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave(0)
+        self._leave(0)
         os.close(self.fds[0])
 
     def parent(self, path: str, create: bool = False) -> tuple[int, str]:
-        """(descriptor of the folder that holds `path`, last name). The descriptor is good until the next path."""
+        """(descriptor of the folder that contains `path`, last name). The descriptor is valid until the next call."""
         *folders, name = path.split("/")
         if len(folders) >= MAX_DEPTH or any(part in ("", ".", "..") for part in (*folders, name)):
             raise Refused("refused", f"path {path!r} is not a plain relative path")
@@ -68,12 +69,12 @@ class FolderPath:
             same = 0
             while folders[same : same + 1] == self.names[same : same + 1] != []:
                 same += 1
-            self.leave(same)
+            self._leave(same)
             for part in folders[same:]:
-                self.enter(part, path, create)
+                self._enter(part, path, create)
         return self.fds[-1], name
 
-    def enter(self, name: str, path: str, create: bool) -> None:
+    def _enter(self, name: str, path: str, create: bool) -> None:
         try:
             if create:
                 with contextlib.suppress(FileExistsError):
@@ -85,13 +86,13 @@ class FolderPath:
             raise Refused("refused", f"{name!r} in {path!r}: {error.strerror}") from None
         self.names.append(name)
 
-    def leave(self, level: int) -> None:
+    def _leave(self, level: int) -> None:
         while len(self.names) > level:
             self.names.pop()
             os.close(self.fds.pop())
 
 
-def open_regular(name: str, folder: int) -> int:
+def _open_regular(name: str, folder: int) -> int:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -105,7 +106,7 @@ def open_regular(name: str, folder: int) -> int:
 
 
 def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o644, mtime: int | None = None) -> None:
-    """Replaces whatever is at `name` (a link is removed, not followed) by a new file with the next `size` bytes of `body`."""
+    """Replaces `name` by a new file with the next `size` bytes of `body`. A link is removed, not followed."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
@@ -120,10 +121,10 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
                 data = body.read(min(size - end, READ_BYTES))
                 if not data:
                     raise Refused("refused", f"{name!r} ends early")
-                write_sparse(fd, data, end)
+                _write_sparse(fd, data, end)
                 end += len(data)
             os.ftruncate(fd, size)
-            os.fchmod(fd, mode)  # creating it asks the umask
+            os.fchmod(fd, mode)  # the umask has limited the mode
             if mtime is not None:
                 os.utime(fd, (mtime, mtime))
         finally:
@@ -134,14 +135,14 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
         raise
 
 
-def write_sparse(fd: int, data: bytes, offset: int) -> None:
-    """Writes `data` without the pages that are zeros: what was a hole stays one, so that a copy fits where its original did."""
+def _write_sparse(fd: int, data: bytes, offset: int) -> None:
+    """Writes `data` without its pages of zeros, so that a copy of a sparse file takes no more space than the original."""
     at = 0
     while at < len(data):
         end = at
-        while (piece := data[end : end + HOLE_BYTES]) and piece != HOLE[: len(piece)]:
+        while (piece := data[end : end + len(_HOLE)]) and piece != _HOLE[: len(piece)]:
             end += len(piece)
         left = memoryview(data)[at:end]
         while left:
             left = left[os.pwrite(fd, left, offset + end - len(left)) :]
-        at = end + HOLE_BYTES  # what follows is zeros, or the end
+        at = end + len(_HOLE)  # zeros follow, or the end

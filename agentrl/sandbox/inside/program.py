@@ -1,4 +1,4 @@
-"""A running program as the server sees it: its process, its pipes, its deadline, and what it printed."""
+"""A running program as the server sees it, and signals to all programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-from agentrl.sandbox.inside.bounds import LOOK_S
+from agentrl.sandbox.inside.bounds import CHECK_S
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.wire import Answer, Request
 
 CHUNK = 65536
-OOM_COUNTERS = ("/agentrl/memory", "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events")
+_OOM_COUNTERS = ("/agentrl/memory", "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events")
+_MOST_MOVES = 3  # in one pause; a process that waits for a CPU receives its signal late
 
 
 class Output:
-    """What one stream of a program printed: its first and last `limit / 2` bytes."""
+    """What a program printed to one stream: its first and last `limit / 2` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.head_limit = limit - limit // 2
@@ -30,6 +31,7 @@ class Output:
         self.cut = 0
 
     def add(self, data: bytes) -> None:
+        """Appends bytes."""
         room = self.head_limit - len(self.head)
         if room > 0:
             self.head += data[:room]
@@ -45,33 +47,34 @@ class Output:
             del self.tail[:extra]
 
     def text(self) -> bytes:
+        """The kept bytes, with a mark where others were cut."""
         self._trim()
         mark = b"\n[... %d bytes cut ...]\n" % self.cut if self.cut else b""
         return bytes(self.head) + mark + bytes(self.tail)
 
 
 class Program:
-    """A running program: its process, its pipes, its deadline."""
+    """A running program: its process, its pipes and its deadline."""
 
     def __init__(self, pid: int, pipes: Pipes, request: Request, *data: bytes) -> None:
-        """`data` is what the process is to read."""
+        """`data` is written to the process."""
         self.pid = pid
         self.stdin: int | None = pipes.stdin
-        self.data = [memoryview(part) for part in data if part]
+        self.data = [memoryview(piece) for piece in data if piece]
         self.order = (Output(request["output_bytes"]), Output(request["output_bytes"]))
         self.outputs = {pipes.stdout: self.order[0], pipes.stderr: self.order[1]}
         self.started = time.monotonic()
         self.deadline: float = self.started + request["timeout_s"]
-        self.oom_kills = oom_kills()
+        self.oom_kills = _oom_kills()
         self.status: int | None = None
         self.ended = 0.0
         self.timed_out = False
-        self.never_began = False
-        self.look_at = self.started + LOOK_S
-        self.overdrawn = False  # ended for what is charged to nobody, which counts as memory
+        self.never_started = False
+        self.check_at = self.started + CHECK_S
+        self.over_limit = False  # killed for uncharged resources, which count as memory
 
     def feed(self) -> None:
-        """Writes what the program's standard input takes now, and closes it behind the last byte."""
+        """Writes what the program's standard input accepts now, and closes it after the last byte."""
         assert self.stdin is not None
         try:
             for _ in range(len(self.data)):
@@ -86,7 +89,7 @@ class Program:
             self.stdin = None
 
     def take(self, fd: int) -> bool:
-        """Reads what is there; True when the stream has ended."""
+        """Reads available output. Returns whether the stream has ended."""
         try:
             data = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -99,17 +102,18 @@ class Program:
         return False
 
     def end(self, status: int, as_server: bool = False) -> None:
-        """`status` is of the form that the kernel gives. `as_server`: of a process that was still the server's user.
+        """Records the end of the process. `status` is in the form of waitpid(2).
 
-        One that ended so of its own accord has not come as far as to the program, whose status this is not.
+        `as_server`: the process still belonged to the server's user. If it exited, the program never started and the status is not its.
         """
         if self.status is None:
             self.status, self.ended = status, time.monotonic()
             if self.ended >= self.deadline and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-                self.timed_out = True  # killed from outside, where this process got no CPU time to do it
-            self.never_began = as_server and os.WIFEXITED(status)
+                self.timed_out = True  # killed by the host, because this process got no CPU time
+            self.never_started = as_server and os.WIFEXITED(status)
 
     def close(self) -> None:
+        """Closes the pipes."""
         if self.stdin is not None:
             os.close(self.stdin)
         for fd in self.outputs:
@@ -125,7 +129,7 @@ class Program:
             if os.WIFEXITED(self.status):
                 code = os.WEXITSTATUS(self.status)
             elif os.WTERMSIG(self.status) == signal.SIGKILL:
-                reason = "memory" if self.overdrawn or oom_kills() > self.oom_kills else "killed"
+                reason = "memory" if self.over_limit or _oom_kills() > self.oom_kills else "killed"
             else:
                 code = 128 + os.WTERMSIG(self.status)
         fields = {
@@ -139,28 +143,22 @@ class Program:
 
 
 def cannot_start(error: OSError) -> Answer:
-    """Processes or descriptors are used up by programs still running: theirs to answer for, as in a shell."""
+    """The reply if running programs have used up processes or descriptors: exit code 126, as from a shell."""
     text = (f"agentrl: cannot start: {error.strerror}\n").encode()
     return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
 
 
 def kernel_status(ended: os.waitid_result) -> int:
-    """How a process ended, in the form of `waitpid`."""
+    """How a process ended, in the form of waitpid(2)."""
     if ended.si_code == os.CLD_EXITED:
         return ended.si_status << 8
     return ended.si_status | (0x80 if ended.si_code == os.CLD_DUMPED else 0)
 
 
-def kill_everything(number: int) -> None:
-    """Signals every process of the sandbox but this one, however it detached itself."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, number)
-
-
 @functools.cache
-def oom_counter() -> int:
-    """Descriptor of the sandbox's own count of kills for memory; -1 where it shows none."""
-    for path in OOM_COUNTERS:
+def _oom_counter() -> int:
+    """Descriptor of the sandbox's counter of kills for memory; -1 without one."""
+    for path in _OOM_COUNTERS:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             if b"oom_kill " in os.pread(fd, 4096, 0):
@@ -169,9 +167,45 @@ def oom_counter() -> int:
     return -1
 
 
-def oom_kills() -> int:
-    """How often the kernel has killed for memory here, as far as it is shown."""
-    if oom_counter() < 0:
+def _oom_kills() -> int:
+    """Number of kills for memory so far, or 0 if the sandbox cannot see it."""
+    if _oom_counter() < 0:
         return 0
-    text = os.pread(oom_counter(), 4096, 0)
+    text = os.pread(_oom_counter(), 4096, 0)
     return int(text[text.index(b"oom_kill ") + 9 :].split(b"\n", 1)[0])
+
+
+def kill_everything(number: int) -> None:
+    """Sends a signal to every process of the sandbox except this one, detached or not."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, number)
+
+
+class Pause:
+    """A pause, in which all programs are stopped.
+
+    A program cannot refuse SIGSTOP, but a timer of its own may send it SIGCONT. So the states of all processes are checked during a
+    pause. A moving one is stopped again, and killed the third time.
+    """
+
+    def __init__(self) -> None:
+        self.moves: dict[str, int] = {}
+        kill_everything(signal.SIGSTOP)
+
+    def look(self) -> None:
+        """Stops or kills the processes that move."""
+        for pid in os.listdir("/proc"):
+            if pid.isdigit() and int(pid) != os.getpid() and _moves(pid):
+                self.moves[pid] = self.moves.get(pid, 0) + 1
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGSTOP if self.moves[pid] < _MOST_MOVES else signal.SIGKILL)
+
+
+def _moves(pid: str) -> bool:
+    """Whether some thread of a process runs or waits. Its first thread may have ended."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b") ")[2][:1] in (b"R", b"S"):
+                    return True
+    return False

@@ -1,6 +1,6 @@
-"""Requests judged before they are carried out, so that no argument, whoever thought of it, can end the server or look like a program.
+"""Validation of requests, so that no argument can end the server or look like a program's failure.
 
-The host has judged them already (`agentrl.sandbox.arguments`); what is wrong here fails its own call and nothing else.
+The host has validated them already (`agentrl.sandbox.arguments`). An invalid request fails without other effects.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.wire import Request
 
 
-def is_text(value: object) -> bool:
-    """Whether it is text that the kernel takes."""
+def _is_text(value: object) -> bool:
+    """Whether the kernel accepts this text."""
     if not isinstance(value, str) or "\0" in value:
         return False
     try:
@@ -27,52 +27,48 @@ def is_text(value: object) -> bool:
     return True
 
 
-def is_count(value: object) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def is_seconds(value: object) -> bool:
+def _is_seconds(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def is_argv(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_text, value)) and bool(value) and bool(value[0])
+def _is_argv(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value)) and bool(value) and bool(value[0])
 
 
-def is_environment(value: object) -> bool:
+def _is_environment(value: object) -> bool:
     if value is None:
         return True
-    return isinstance(value, dict) and all(is_text(name) and name and "=" not in name and is_text(value[name]) for name in value)
+    return isinstance(value, dict) and all(_is_text(name) and name and "=" not in name and _is_text(value[name]) for name in value)
 
 
-def is_session(value: object) -> bool:
-    return value is None or is_text(value)
-
-
-def are_files(value: object) -> bool:
+def _are_files(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(item, list) and len(item) == 2 and is_text(item[0]) and is_count(item[1]) for item in value
+        isinstance(item, list) and len(item) == 2 and _is_text(item[0]) and _is_count(item[1]) for item in value
     )
 
 
-RUN_FIELDS: Mapping[str, Callable[[object], bool]] = {"timeout_s": is_seconds, "output_bytes": is_count}
+_RUN_FIELDS: Mapping[str, Callable[[object], bool]] = {"timeout_s": _is_seconds, "output_bytes": _is_count}
 FIELDS: Mapping[str, Mapping[str, Callable[[object], bool]]] = {
-    "exec": {"argv": is_argv, "env": is_environment, **RUN_FIELDS},
-    "python": {"session": is_session, **RUN_FIELDS},
-    "read": {"path": is_text, "max_bytes": is_count},
-    "write": {"files": are_files},
-    "snapshot": {"max_bytes": is_count},
+    "exec": {"argv": _is_argv, "env": _is_environment, **_RUN_FIELDS},
+    "python": {"session": lambda name: name is None or _is_text(name), **_RUN_FIELDS},
+    "read": {"path": _is_text, "max_bytes": _is_count},
+    "write": {"files": _are_files},
+    "snapshot": {"max_bytes": _is_count},
     "restore": {},
     "pause": {},
     "resume": {},
 }
 
 
-def judge(request: Request) -> None:
-    """Raises `Refused` unless the request is for an operation that exists, with arguments that it can have."""
+def validate_request(request: Request) -> None:
+    """Raises `Refused` for an unknown operation, or an invalid argument of a known one."""
     operation = request.get("op")
     if not isinstance(operation, str) or operation not in FIELDS:
-        raise Refused("refused", f"no operation {operation!r:.100}")
-    for name, right in FIELDS[operation].items():
-        if not right(request.get(name)):
-            raise Refused("refused", f"{operation} cannot have this {name}")
+        raise Refused("refused", f"unknown operation {operation!r:.100}")
+    for name, is_valid in FIELDS[operation].items():
+        if not is_valid(request.get(name)):
+            raise Refused("refused", f"invalid {name} of {operation}")

@@ -1,10 +1,9 @@
-"""The start of programs: a child waits, forked and made ready ahead of need, so that a call waits only for the program itself.
+"""The start of programs: a child is forked and prepared ahead of need, so that a call waits only for the program itself.
 
-The server forks it after a reply, when nobody waits for anything. It is still the server's user, out of reach of programs left
-running, and in a place that a program has under the limit on processes. It becomes the snippet or the session that it is given;
-a program it launches (see `launch`), and waits again after it. While a snippet runs there is none; during a call in a session one
-goes on waiting.
-What it is to do comes as the first bytes of its standard input; what follows is the program's own.
+The server forks it after a reply. The child is still the server's user, out of reach of programs that were left running, and counts
+towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program (see `launch`) and waits
+again. While a snippet runs there is none; during a call in a session one keeps waiting. The first bytes of its standard input describe
+its work; the rest is the program's own.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import socket
 import struct
 
 from agentrl.sandbox.inside.child import rehearse, run_argv, run_snippet
-from agentrl.sandbox.inside.launch import Launcher, launches
+from agentrl.sandbox.inside.launch import Launcher, can_launch
 from agentrl.sandbox.inside.session import CONTROL, run_session
-from agentrl.sandbox.inside.users import HOME, SERVER_FILES, VICTIM
+from agentrl.sandbox.inside.users import HOME, OOM_SCORE, SERVER_FILES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 
     from agentrl.sandbox.inside.users import Users
 
-NOT_STARTED, FAULT = 126, 1
-"""How a child ends that fails: before it is the agent's, which the server sees and takes for no program's end, and as the agent."""
-WORK_SIZE = struct.Struct("=Q")
-KINDS_OF_WORK: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet, "session": run_session}
+_NOT_STARTED, _FAULT = 126, 1
+"""Exit codes of a child that fails before it belongs to the agent, which the server distinguishes from a program's end, and after."""
+_WORK_SIZE = struct.Struct("=Q")
+_RUNNERS: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet, "session": run_session}
 
 
 class Pipes:
@@ -43,18 +42,19 @@ class Pipes:
         for fd in self.ours:
             os.set_blocking(fd, False)
 
-    def handed_over(self) -> None:
+    def close_theirs(self) -> None:
+        """Closes the program's ends, after it has them."""
         for fd in self.theirs:
             os.close(fd)
 
     def close(self) -> None:
-        """For a program that never ran."""
+        """Closes the server's ends, for a program that never ran."""
         for fd in self.ours:
             os.close(fd)
 
 
-class Waiting:
-    """A child that waits for its work, likely of the kind `likely`. Raises `OSError` where there is no room for one."""
+class WaitingChild:
+    """A child that waits for its work, probably of the kind `likely`. Raises `OSError` if it cannot be forked."""
 
     def __init__(self, users: Users, likely: str) -> None:
         self.pipes = Pipes()
@@ -63,43 +63,40 @@ class Waiting:
         try:
             self.pid = os.fork()
         except OSError:
-            self.pipes.handed_over()
+            self.pipes.close_theirs()
             self.close()
             raise
         if self.pid == 0:
-            wait_and_work(users, likely, self.pipes, control.fileno())
-        self.pipes.handed_over()
+            _wait_and_work(users, likely, self.pipes, control.fileno())
+        self.pipes.close_theirs()
         control.close()
 
     def again(self) -> bool:
-        """Hands over the pipes of the next program to a child that has launched one; False when it does not take them."""
+        """Sends the pipes of the next program to a child that has launched one. False if it does not accept them."""
         self.pipes = Pipes()
         try:
             socket.send_fds(self.control, [b"\0"], self.pipes.theirs)
         except OSError:
             return False
         finally:
-            self.pipes.handed_over()
+            self.pipes.close_theirs()
         return True
 
     def close(self) -> None:
-        """For one that has died waiting."""
+        """Closes the descriptors of a child that died while it waited."""
         self.pipes.close()
         self.control.close()
 
 
 def work(kind: str, argument: Any, has_stdin: bool = False) -> bytes:
-    """What a waiting child is told, ahead of the program's standard input."""
+    """The description of a waiting child's work, which precedes the program's standard input."""
     text = marshal.dumps((kind, argument, has_stdin))
-    return WORK_SIZE.pack(len(text)) + text
+    return _WORK_SIZE.pack(len(text)) + text
 
 
-# In the child ---------------------------------------------------------------------------------------------------------
-
-
-def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoReturn:
-    """Makes a forked child the leader of a session with its own pipes, waits, does its work as the agent, and never returns."""
-    status = NOT_STARTED
+def _wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoReturn:
+    """Prepares a forked child, waits, does its work as the agent, and exits."""
+    status = _NOT_STARTED
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
@@ -111,15 +108,15 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         os.closerange(CONTROL + 1, SERVER_FILES)
         os.chdir(HOME)
         users.limit_program()
-        victim = users.open_victim()
+        victim = users.open_oom_score()
         rehearse(likely)
-        kind, argument, has_stdin = taken_work()
-        if kind == "exec" and launches(users):
+        kind, argument, has_stdin = _read_work()
+        if kind == "exec" and can_launch(users):
             launcher = Launcher(users, victim, CONTROL)
             while kind == "exec" and launcher.launch(argument, has_stdin):
-                kind, argument, has_stdin = taken_work()
+                kind, argument, has_stdin = _read_work()
             launcher.close()
-        os.write(victim, VICTIM)
+        os.write(victim, OOM_SCORE)
         os.close(victim)
         if not has_stdin:
             nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -128,28 +125,27 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         if kind != "session":
             os.close(CONTROL)
         users.become_agent()
-        status = FAULT
-        status = KINDS_OF_WORK[kind](argument)
+        status = _FAULT
+        status = _RUNNERS[kind](argument)
     except BaseException as error:
         os.write(2, (f"agentrl: {error!r}\n").encode())
     finally:
         os._exit(status)
 
 
-def taken_work() -> tuple[str, Any, bool]:
-    """What this process is to do; ends it when the server has gone."""
-    (size,) = WORK_SIZE.unpack(taken(WORK_SIZE.size))
-    kind, argument, has_stdin = marshal.loads(taken(size))
+def _read_work() -> tuple[str, Any, bool]:
+    (size,) = _WORK_SIZE.unpack(_read_stdin(_WORK_SIZE.size))
+    kind, argument, has_stdin = marshal.loads(_read_stdin(size))
     return kind, argument, has_stdin
 
 
-def taken(size: int) -> bytes:
-    """The next `size` bytes of standard input; ends the process when the server has gone."""
-    parts = []
+def _read_stdin(size: int) -> bytes:
+    """The next `size` bytes of standard input. Exits if the server has ended."""
+    pieces = []
     while size:
         data = os.read(0, size)
         if not data:
             os._exit(0)
-        parts.append(data)
+        pieces.append(data)
         size -= len(data)
-    return b"".join(parts)
+    return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""Frames to and from the host: `!II` = length of a JSON header and of a body, then both."""
+"""Frames to and from the host: `!II` (length of a JSON header, length of a body), then both."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import socket
 import struct
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # not at run time: each import costs every sandbox its start-up time
+if TYPE_CHECKING:  # not at run time: each import costs every sandbox start-up time
     from typing import Any, Protocol
 
     Request = dict[str, Any]
     Answer = tuple[dict[str, Any], bytes]
 
     class Readable(Protocol):
-        def read(self, size: int, /) -> bytes: ...
+        """A source of bytes."""
+
+        def read(self, size: int, /) -> bytes:
+            """Up to `size` bytes; none at the end."""
 
 
 PREFIX = struct.Struct("!II")
-MAX_HEADER = 4 << 20
 READ_BYTES = 1 << 20
+_MAX_HEADER = 4 << 20
 
 
 class Refused(Exception):
-    """A request that cannot be done; `kind` is not_found, too_large, refused or busy."""
+    """A request that the server refuses; `kind` is not_found, too_large, refused or busy."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -33,17 +36,18 @@ class Refused(Exception):
 
 
 class Link:
-    """The connection to the host."""
+    """The connection to the host. The process ends when the host closes it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
     def fileno(self) -> int:
+        """The socket's descriptor."""
         return self.sock.fileno()
 
     def read(self, size: int) -> bytes:
-        """Exactly `size` bytes; ends the process when the host has hung up."""
-        parts = []
+        """Exactly `size` bytes."""
+        pieces = []
         while size:
             try:
                 data = self.sock.recv(min(size, READ_BYTES))
@@ -51,20 +55,21 @@ class Link:
                 data = b""
             if not data:
                 os._exit(0)
-            parts.append(data)
+            pieces.append(data)
             size -= len(data)
-        return b"".join(parts)
+        return b"".join(pieces)
 
     def request(self) -> Request:
-        """Next header; its body of `header["body"]` bytes is still to be read."""
+        """The next header. Its body of `header["body"]` bytes must be read afterwards."""
         header_size, body_size = PREFIX.unpack(self.read(PREFIX.size))
-        if header_size > MAX_HEADER:
+        if header_size > _MAX_HEADER:
             os._exit(1)
         header: Request = json.loads(self.read(header_size))
         header["body"] = body_size
         return header
 
     def send(self, header: dict[str, Any], body: bytes = b"") -> None:
+        """Sends a frame."""
         try:
             self.sock.sendall(frame(header, body))
         except OSError:
@@ -72,37 +77,42 @@ class Link:
 
 
 def frame(header: dict[str, Any], body: bytes) -> bytes:
+    """A frame as bytes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return PREFIX.pack(len(text), len(body)) + text + body
 
 
 class Body(io.RawIOBase):
-    """A request body read as a stream, never whole: the memory limit of a sandbox may be smaller than what is sent in."""
+    """A request body as a stream. It is never read as a whole, because it may be larger than the sandbox's memory."""
 
     def __init__(self, link: Link, size: int) -> None:
         self.link, self.left = link, size
 
     def read(self, size: int = -1, /) -> bytes:
+        """Up to `size` bytes; all that are left by default."""
         data = self.link.read(self.left if size < 0 else min(size, self.left))
         self.left -= len(data)
         return data
 
     def drain(self) -> None:
+        """Discards the rest."""
         while self.left:
             self.read(READ_BYTES)
 
 
 class Sink(io.RawIOBase):
-    """File object that sends what is written to it to the host, a frame at a time, up to a limit."""
+    """A file object that sends what is written to the host, one frame per write. Raises `Refused` beyond `limit` bytes."""
 
     def __init__(self, link: Link, number: int, limit: int, too_large: str) -> None:
         self.link, self.number, self.left, self.too_large = link, number, limit, too_large
 
     def room_for(self, size: int) -> None:
+        """Raises `Refused` if `size` more bytes exceed the limit."""
         if size > self.left:
             raise Refused("too_large", self.too_large)
 
     def write(self, data: Any, /) -> int:
+        """Sends `data`."""
         self.room_for(len(data))
         self.left -= len(data)
         if data:

@@ -1,10 +1,10 @@
-"""The last build step of an image from a Dockerfile: the paths that its programs expect, under a read-only root.
+"""The last build step of an image from a Dockerfile. It arranges the paths that programs expect under a read-only root.
 
     python3 -I -c SOURCE '{"workdir": "/app", "environment": {"MODE": "test"}}'     as root, in the build
 
-The files in the working directory go to START, from which each sandbox copies them when it opens; the directory itself becomes
-a link to the sandbox's. /logs, /tests and /solution become links to folders below /tmp. Standard library only, Python 3.9 or
-later. On failure the last line printed is the reason.
+Moves the files in the working directory to START, from which each new sandbox copies them, and replaces that directory by a link to the
+sandbox's. Replaces /logs, /tests and /solution by links to folders below /tmp. Standard library only, Python 3.9 or later. After a
+failure, the last line printed is the reason.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import stat
 import sys
 
 HOME = "/home/agent"
-KEPT = "/opt/agentrl"
-START = KEPT + "/start"
+AGENTRL = "/opt/agentrl"
+START = AGENTRL + "/start"
 SCRATCH = ("/logs", "/tests", "/solution")
 MAX_BYTES = 256 << 20
 MAX_ENTRIES = 15_000
@@ -28,8 +28,8 @@ class Unfit(Exception):
     """Something that the Dockerfile must do differently."""
 
 
-def bounded(top: str) -> None:
-    """Raises `Unfit` unless the files below `top` can be the start of a working directory."""
+def check_bounds(top: str) -> None:
+    """Raises `Unfit` unless the files below `top` can fill a working directory."""
     size = count = 0
     for folder, folders, files in os.walk(top):
         if folder.count("/") - top.count("/") > MAX_DEPTH:
@@ -43,8 +43,8 @@ def bounded(top: str) -> None:
             raise Unfit(f"{top}, the working directory, holds more than {MAX_BYTES >> 20} MiB or {MAX_ENTRIES} entries")
 
 
-def open_to_all(top: str) -> None:
-    """Makes all files readable for every user: programs of a sandbox are never root."""
+def make_readable(top: str) -> None:
+    """Makes all files readable for every user, because programs of a sandbox are never root."""
     for folder, _, files in os.walk(top):
         os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | 0o755)
         for path in (os.path.join(folder, name) for name in files):
@@ -53,15 +53,15 @@ def open_to_all(top: str) -> None:
                 os.chmod(path, mode | 0o644 | (0o111 if mode & 0o111 else 0))
 
 
-def take(workdir: str) -> None:
-    """Moves the files in the working directory to START and replaces it by a link to HOME."""
+def move_workdir(workdir: str) -> None:
+    """Moves the files in the working directory to START, and replaces the directory by a link to HOME."""
     os.makedirs(START, exist_ok=True)
     real = os.path.realpath(workdir)
     if os.path.isdir(real):
-        bounded(real)
+        check_bounds(real)
         for name in os.listdir(real):
             shutil.move(os.path.join(real, name), os.path.join(START, name))
-    open_to_all(START)
+    make_readable(START)
     if real == HOME:
         return
     if os.path.lexists(real):
@@ -72,8 +72,8 @@ def take(workdir: str) -> None:
     os.symlink(HOME, real)
 
 
-def scratch(path: str) -> None:
-    """Makes `path` a link to a folder below /tmp, unless the image already made it a link."""
+def link_scratch(path: str) -> None:
+    """Makes `path` a link to a folder below /tmp, unless the image made it a link already."""
     if os.path.islink(path):
         return
     if os.path.lexists(path):
@@ -83,21 +83,19 @@ def scratch(path: str) -> None:
     os.symlink("/tmp" + path, path)
 
 
-def search_path(said: str) -> str:
-    """PATH without folders that resolve to where an agent can write, and so plant a python3."""
-    return ":".join(folder for folder in said.split(":") if not (os.path.realpath(folder) + "/").startswith((HOME + "/", "/tmp/")))
-
-
 def main() -> None:
-    said = json.loads(sys.argv[1])
+    """Arranges the image. Exits with 1 on failure."""
+    settings = json.loads(sys.argv[1])
+    variables = settings["environment"]
     try:
-        take(said["workdir"])
+        move_workdir(settings["workdir"])
         for path in SCRATCH:
-            scratch(path)
-        if "PATH" in said["environment"]:
-            said["environment"]["PATH"] = search_path(said["environment"]["PATH"])
-        with open(KEPT + "/image.json", "w") as file:
-            json.dump({"environment": said["environment"]}, file)
+            link_scratch(path)
+        if "PATH" in variables:  # without folders that resolve to where an agent could plant a python3
+            folders = variables["PATH"].split(":")
+            variables["PATH"] = ":".join(path for path in folders if not (os.path.realpath(path) + "/").startswith((HOME + "/", "/tmp/")))
+        with open(AGENTRL + "/image.json", "w") as file:
+            json.dump({"environment": variables}, file)
     except (Unfit, OSError, shutil.Error) as error:
         print(f"{error}"[:1000])
         sys.exit(1)

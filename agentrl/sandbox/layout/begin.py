@@ -1,4 +1,4 @@
-"""Fills the working directory: run as the agent, before anything else, in each new sandbox of an image from a Dockerfile."""
+"""Fills the working directory of each new sandbox whose image comes from a Dockerfile. Runs as the agent, before any program."""
 
 from __future__ import annotations
 

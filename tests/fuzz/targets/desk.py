@@ -112,7 +112,7 @@ class Desk:
 
     def judge(self, request: Mapping[str, Any]) -> None:
         """The server's own judgement of a request. Raises its `Refused`."""
-        self._module.judge(_HeldLink(frames.encode(request)).request())
+        self._module.validate_request(_HeldLink(frames.encode(request)).request())
 
     def listing(self) -> dict[bytes, object]:
         """Path -> a link's target, or a folder's or file's mode and time, and a file's bytes."""

@@ -1,4 +1,4 @@
-"""Hangs access control lists of 64 KiB on files and folders: kernel memory that is charged to nobody.
+"""Attaches access control lists of 64 KiB to files and folders: kernel memory that is charged to no process.
 
 kind: resources
 seconds: 20
@@ -19,7 +19,7 @@ def taken() -> int:
 
 
 def access_list() -> bytes:
-    """Owner, many users, group, mask, others, in the kernel's form (version 2)."""
+    """Owner, many users, group, mask and others, in the kernel's format (version 2)."""
     users = [(2, 7, number) for number in range(entries)]
     everyone = [(1, 7, 0xFFFFFFFF), *users, (4, 7, 0xFFFFFFFF), (16, 7, 0xFFFFFFFF), (32, 7, 0xFFFFFFFF)]
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in everyone)

@@ -1,4 +1,4 @@
-"""Sets up contexts of asynchronous input and output until there are none left: the kernel has a fixed number for the whole machine.
+"""Creates asynchronous I/O contexts until none are left: the machine has a fixed number.
 
 kind: resources
 seconds: 15

@@ -1,4 +1,4 @@
-"""Leaves thousands of names and busy processes, so that collecting its outputs runs into the deadline.
+"""Leaves thousands of names and busy processes, so that collecting its outputs exceeds the deadline.
 
 kind: files
 seconds: 20

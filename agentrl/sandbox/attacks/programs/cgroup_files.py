@@ -1,4 +1,4 @@
-"""Widens its own limits or plants a release agent through the control group files it can see.
+"""Raises its own limits, or plants a release agent, through the control group files that it can see.
 
 kind: escape
 seconds: 10

@@ -1,4 +1,4 @@
-"""Leaves daemons in sessions of their own that should outlive the timeout, and write to the working directory for ever.
+"""Leaves daemons in sessions of their own that should outlive the timeout and keep writing to the working directory.
 
 kind: lifetime
 seconds: 1

@@ -1,4 +1,4 @@
-"""Nests folders thousands deep, deeper than paths may be, and puts very many entries beside them.
+"""Nests folders thousands deep, deeper than paths may be, and adds very many entries.
 
 kind: resources
 seconds: 20

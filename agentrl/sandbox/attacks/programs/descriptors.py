@@ -1,4 +1,4 @@
-"""Opens descriptors until it gets no more, in several processes, and parks more of them inside sockets.
+"""Opens descriptors until none are left, in several processes, and parks more of them in sockets.
 
 kind: resources
 seconds: 15

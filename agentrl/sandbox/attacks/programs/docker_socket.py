@@ -1,4 +1,4 @@
-"""Looks for the container daemon's socket, and for any other socket or pipe in the file tree.
+"""Looks for the socket of the Docker daemon, and for any other socket or pipe in the file tree.
 
 kind: escape
 seconds: 20

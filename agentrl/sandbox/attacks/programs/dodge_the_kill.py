@@ -1,4 +1,4 @@
-"""Never stays the same process: each lives a moment, forks its successor and ends, while others stop themselves.
+"""Never stays the same process: each one forks its successor and ends, while others stop themselves.
 
 kind: lifetime
 seconds: 1.5

@@ -1,4 +1,4 @@
-"""Goes around the proxy, or after it: raw TCP and UDP, name servers, its handing-over socket, its port, every process killed.
+"""Bypasses or attacks the proxy: raw TCP and UDP, name servers, its hand-over socket, its port, killing every process.
 
 kind: network
 seconds: 40
@@ -49,7 +49,7 @@ for address in ("127.0.0.1", "0.0.0.0"):
         except OSError:
             pass
 try:
-    os.kill(-1, signal.SIGKILL)  # but not the one that asks
+    os.kill(-1, signal.SIGKILL)  # except this one
 except ProcessLookupError:
     pass
 with socket.create_connection(("127.0.0.1", 3128), timeout=10) as link:

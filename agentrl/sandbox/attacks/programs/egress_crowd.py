@@ -1,4 +1,4 @@
-"""Opens connections to the proxy without end, leaves them half said, drips, pours through tunnels, never reads what comes back.
+"""Opens endless connections to the proxy, sends half requests, drips, floods tunnels, and never reads the answers.
 
 kind: network
 seconds: 25

@@ -13,7 +13,7 @@ import time
 
 known = json.load(open("arena.json"))
 AT_ONCE, EACH, SECONDS = 8, 50 << 20, 4.0
-BUFFERED = 2 << 20  # by kernel and proxy, of a connection that its server has closed
+BUFFERED = 2 << 20  # by kernel and proxy, after the server has closed the connection
 kinds = {
     "header": (b"GET / HTTP/1.1\r\nHost: h\r\nX: ", b"x" * 65536),
     "headers": (b"GET / HTTP/1.1\r\nHost: h\r\n", b"a: b\r\n" * 10922),
@@ -29,7 +29,7 @@ def tunnel() -> socket.socket | None:
         link.sendall(b"CONNECT 127.0.0.1:%d HTTP/1.1\r\nHost: x\r\n\r\n" % known["gateway_port"])
         if b" 200 " in link.recv(4096):
             return link
-    except OSError:  # a gateway that is busy with what it has taken
+    except OSError:  # the gateway is busy with what it has received
         pass
     link.close()
     return None

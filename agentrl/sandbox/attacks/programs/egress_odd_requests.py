@@ -1,4 +1,4 @@
-"""Sends the proxy requests that two readers could understand differently, to get a request to another host past it.
+"""Sends the proxy ambiguous requests, to reach another host.
 
 kind: network
 seconds: 60

@@ -1,4 +1,4 @@
-"""Asks the proxy for what is not on its list: other hosts and ports, the host's loopback in every spelling, the metadata address.
+"""Requests destinations that are not on the list: other hosts and ports, every spelling of the host's loopback, the metadata address.
 
 kind: network
 seconds: 60

@@ -1,4 +1,4 @@
-"""Hides a second request behind a first one on a connection that is to be kept alive, in every way that proxies have fallen for.
+"""Hides a second request behind the first one of a persistent connection, in every known way.
 
 kind: network
 seconds: 60

@@ -1,4 +1,4 @@
-"""Writes to both streams without end, from several processes, no line ever ending.
+"""Writes to both streams without end, from several processes, without line ends.
 
 kind: resources
 seconds: 1.5

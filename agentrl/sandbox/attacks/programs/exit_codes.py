@@ -1,4 +1,4 @@
-"""Ends by a signal or with a code out of range, hoping that the host takes it for success.
+"""Ends by a signal or with a code out of range, so that the host might take it for success.
 
 kind: protocol
 seconds: 10

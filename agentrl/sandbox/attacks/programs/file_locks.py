@@ -1,4 +1,4 @@
-"""Locks every second byte of many files: kernel memory that has no limit and is charged to nobody.
+"""Locks every second byte of many files: kernel memory that is neither limited nor charged to a process.
 
 kind: resources
 seconds: 70
@@ -13,9 +13,9 @@ import struct
 import time
 
 limits = json.load(open("arena.json"))
-workers = limits["processes"] - 6  # the kernel looks through all locks of a file each time: short lists on many files
-counts = mmap.mmap(-1, 8 * workers)  # locks of each, for what others on the machine take is none of this
-BYTES = 200  # of a lock, in the kernel
+workers = limits["processes"] - 6  # the kernel searches all locks of a file each time, so short lists on many files
+counts = mmap.mmap(-1, 8 * workers)  # locks of each worker; what others on the machine take does not count
+BYTES = 200  # of a lock in the kernel
 
 
 def taken() -> int:
@@ -36,7 +36,7 @@ print("held: locking", flush=True)
 for worker in range(workers):
     if os.fork() == 0:
         lock(worker)
-end = time.monotonic() + 60  # it takes seconds, but on a machine that does other things
+end = time.monotonic() + 60  # it takes seconds, or longer on a busy machine
 lost = 0
 while time.monotonic() < end and lost < limits["memory_mb"] // 3:
     time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Writes until every writable folder is full, keeps it full, and leaves.
+"""Fills every writable folder, and leaves it full.
 
 kind: resources
 needs: control groups

@@ -1,4 +1,4 @@
-"""Makes empty files until it gets no more: each costs kernel memory that belongs to no process.
+"""Creates empty files until it cannot: each uses kernel memory that is charged to no process.
 
 kind: resources
 needs: control groups

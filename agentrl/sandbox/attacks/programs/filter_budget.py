@@ -1,4 +1,4 @@
-"""Loads filters of sockets and of system calls until there is no room: compiled, they share one budget of the whole machine.
+"""Loads socket and system call filters until it cannot: compiled filters share one budget of the machine.
 
 kind: resources
 seconds: 20

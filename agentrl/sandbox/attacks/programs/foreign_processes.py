@@ -1,4 +1,4 @@
-"""Signals, traces and renices every process number there may be, the host's canary by its own.
+"""Signals, traces and renices every possible process number, and the host's canary by its number.
 
 kind: escape
 seconds: 15
@@ -30,6 +30,6 @@ try:
     os.setpriority(os.PRIO_USER, 0, 19)
 except OSError:
     pass
-servers = (1, os.getppid())  # the exec server, and what of it has launched this program
+servers = (1, os.getppid())  # the exec server, and its child that has launched this program
 shown = [entry for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in (*servers, mine)]
 print(f"ESCAPED: {done[:8]} {shown}" if done or shown else "held: alone in its process space")

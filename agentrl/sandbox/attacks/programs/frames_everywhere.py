@@ -1,4 +1,4 @@
-"""Writes forged frames into every descriptor it has or can open, and looks for a second way to the host.
+"""Writes forged frames to every descriptor that it has or can open, and looks for a second connection to the host.
 
 kind: protocol
 seconds: 10

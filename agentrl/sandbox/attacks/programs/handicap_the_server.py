@@ -1,4 +1,4 @@
-"""Takes from process 1 what it needs to work: its limits, its cores, its share of time.
+"""Takes from process 1 what it needs to work: its limits, its cores, its CPU time.
 
 kind: lifetime
 needs: two users

@@ -1,4 +1,4 @@
-"""Reaches for what listens on the host: its loopback, a port such as the policy server's, abstract and file sockets.
+"""Connects to servers of the host: on its loopback, such as the policy server, and on abstract and file sockets.
 
 kind: network
 seconds: 15

@@ -1,4 +1,4 @@
-"""Walks out through /proc: other roots, working directories, open files; reads the host's file by its path.
+"""Leaves through /proc: other roots, working directories, open files; reads the host's file by its path.
 
 kind: escape
 seconds: 15

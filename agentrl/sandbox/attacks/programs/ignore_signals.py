@@ -1,4 +1,4 @@
-"""Blocks and ignores every signal it may, in a tree of processes.
+"""Blocks and ignores every possible signal, in a tree of processes.
 
 kind: lifetime
 seconds: 1

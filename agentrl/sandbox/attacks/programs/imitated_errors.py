@@ -1,4 +1,4 @@
-"""Prints what the runtime itself prints when something fails, and frames as the exec server sends them.
+"""Prints what the runtime prints when something fails, and frames like those of the exec server.
 
 kind: protocol
 seconds: 10

@@ -1,4 +1,4 @@
-"""Writes every setting of the kernel it can find: core_pattern, sysrq, uevent helpers, /proc/sys and /sys.
+"""Writes every kernel setting that it finds: core_pattern, sysrq, uevent helpers, /proc/sys and /sys.
 
 kind: escape
 seconds: 20

@@ -1,4 +1,4 @@
-"""Holds its files under leases, from a daemon that ignores signals and keeps them open after its end: opening them blocks.
+"""Holds leases on its files, from a daemon that ignores signals and keeps them open after the end: opening them blocks.
 
 kind: files
 seconds: 15
@@ -28,7 +28,7 @@ if os.fork() == 0:
     except OSError as error:
         said = str(error)
     one, other = socket.socketpair()
-    socket.send_fds(one, [b"x"], [*files, one.fileno(), other.fileno()])  # open as long as the kernel has not found them
+    socket.send_fds(one, [b"x"], [*files, one.fileno(), other.fileno()])  # stay open until the kernel collects them
     with open("said.new", "w") as file:
         file.write(said)
     os.rename("said.new", "said")

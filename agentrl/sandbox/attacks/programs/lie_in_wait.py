@@ -1,4 +1,4 @@
-"""Stays behind and waits for the process that will become the next program, while it is still the server's.
+"""Stays behind and waits for the process that will become the next program, while it still belongs to the server.
 
 kind: lifetime
 seconds: 10
@@ -17,7 +17,7 @@ def user(pid: str) -> int:
 
 
 def reached(pid: str) -> Iterator[str]:
-    """What this process may do to another."""
+    """What this process may do to another one."""
     try:
         os.kill(int(pid), 0)
         yield "signal"
@@ -44,7 +44,7 @@ if os.fork() == 0:
                 if pid.isdigit() and pid != "1" and user(pid) != os.getuid():
                     seen.add(pid)
                     found = list(reached(pid))
-                    if found and user(pid) != os.getuid():  # else it has become one of ours meanwhile
+                    if found and user(pid) != os.getuid():  # otherwise it has become one of ours meanwhile
                         done.update(found)
             except OSError:
                 continue

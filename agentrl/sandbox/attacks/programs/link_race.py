@@ -1,4 +1,4 @@
-"""Swaps a file and its folder for links and back, without pause, while the host reads and writes there.
+"""Constantly swaps a file and its folder for links and back, while the host reads and writes there.
 
 kind: files
 seconds: 10

@@ -1,4 +1,4 @@
-"""Searches tree and environment for what would give a task away: answers, hidden tests, git objects, tokens, the driver's folders.
+"""Searches the file tree and the environment for answers, hidden tests, git objects, tokens and the driver's folders.
 
 kind: grader
 seconds: 20

@@ -1,4 +1,4 @@
-"""Fills the buffers of TCP and UDP sockets on the loopback, among them connections that nobody accepts.
+"""Fills the buffers of TCP and UDP sockets on the loopback, including connections that are not accepted.
 
 kind: resources
 needs: control groups
@@ -17,7 +17,7 @@ block = b"x" * 65536
 
 
 def taken() -> int:
-    """Of all sockets of the machine."""
+    """MiB in the buffers of all sockets of the machine."""
     with open("/proc/net/sockstat") as file:
         words = [line.split() for line in file if line.startswith(("TCP:", "UDP:"))]
     return sum(int(line[line.index("mem") + 1]) for line in words) >> 8
@@ -46,7 +46,7 @@ def waiting() -> None:
     while True:
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
-        with contextlib.suppress(OSError):  # which raises the size as well
+        with contextlib.suppress(OSError):  # raises the size too
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 22)
             print("ESCAPED: SO_RCVLOWAT raises the buffers of connections that nobody accepts", flush=True)
         kept.append(listener)

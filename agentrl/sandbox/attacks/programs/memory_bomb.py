@@ -1,4 +1,4 @@
-"""Takes ever more memory, in several processes at once.
+"""Allocates memory without end, in several processes at once.
 
 kind: resources
 needs: control groups

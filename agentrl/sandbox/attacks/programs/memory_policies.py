@@ -1,4 +1,4 @@
-"""Gives every second page of a memory file a memory policy of its own: kernel memory that is charged to nobody.
+"""Gives every second page of a memory file its own memory policy: kernel memory that is charged to no process.
 
 kind: resources
 seconds: 20

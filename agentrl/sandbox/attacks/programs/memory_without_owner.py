@@ -1,4 +1,4 @@
-"""Fills memory that no process owns: memory files, handed around and mapped, System V segments and queues.
+"""Fills memory that belongs to no process: memory files, passed around and mapped, System V segments and queues.
 
 kind: resources
 needs: control groups

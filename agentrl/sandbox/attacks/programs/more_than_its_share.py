@@ -1,4 +1,4 @@
-"""Takes every core of the machine, whatever it was given, and more CPU time than its share.
+"""Uses every core of the machine, and more CPU time than its share.
 
 kind: resources
 needs: control groups

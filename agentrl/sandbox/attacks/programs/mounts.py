@@ -1,4 +1,4 @@
-"""Uses of CAP_SYS_ADMIN: mounting, remounting, moving the root, new namespaces, joining old ones.
+"""Uses CAP_SYS_ADMIN: mounting, remounting, moving the root, creating and joining namespaces.
 
 kind: escape
 seconds: 10

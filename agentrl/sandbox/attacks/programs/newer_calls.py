@@ -1,4 +1,4 @@
-"""Makes every system call that is newer than those which programs need, known to this kernel or not.
+"""Makes every system call newer than those that programs need, known to this kernel or not.
 
 kind: escape
 seconds: 20

@@ -1,4 +1,4 @@
-"""Names files so that an archive of them might be misread: control characters, broken UTF-8, `..` look-alikes, the longest names.
+"""Names files so that an archive of them might be misread: control characters, broken UTF-8, look-alikes of `..`, the longest names.
 
 kind: files
 seconds: 10

@@ -1,4 +1,4 @@
-"""Leaves trees that take long to walk: the longest names at every depth, names of any bytes, and more entries than a snapshot takes.
+"""Leaves trees that take long to walk: the longest names at every depth, names of any bytes, more entries than a snapshot may have.
 
 kind: files
 seconds: 20

@@ -1,5 +1,5 @@
 """Makes itself an unlikely victim of the out-of-memory killer, fills memory with files and many small processes, and waits for
-the exec server to be chosen.
+the exec server to be killed.
 
 kind: resources
 needs: control groups

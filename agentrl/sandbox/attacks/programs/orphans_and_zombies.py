@@ -1,4 +1,4 @@
-"""Leaves hundreds of ended children uncollected, and orphans of theirs to process 1.
+"""Leaves hundreds of zombies, and their orphans to process 1.
 
 kind: lifetime
 seconds: 15

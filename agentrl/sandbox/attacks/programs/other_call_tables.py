@@ -1,4 +1,4 @@
-"""Goes around a filter by system call number: 32-bit calls from 64-bit code, and the x32 table.
+"""Bypasses a filter of system call numbers: 32-bit calls from 64-bit code, and the x32 table.
 
 kind: escape
 seconds: 10

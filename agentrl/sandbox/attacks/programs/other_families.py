@@ -1,4 +1,4 @@
-"""Makes sockets of every family and type: the hypervisor's, packets, netlink, kernel cryptography, bluetooth.
+"""Creates sockets of every family and type: the hypervisor's, packet, netlink, kernel cryptography, bluetooth.
 
 kind: network
 seconds: 10

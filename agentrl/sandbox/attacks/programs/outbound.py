@@ -1,4 +1,4 @@
-"""Reaches out: TCP, UDP, ICMP, name servers, the metadata address, broadcast, both address families, no proxy asked.
+"""Connects outside without a proxy: TCP, UDP, ICMP, name servers, the metadata address, broadcast, both address families.
 
 kind: network
 seconds: 15

@@ -1,4 +1,4 @@
-"""Puts programs of the same name before the real ones, on the path, in the working directory and over the real ones.
+"""Puts programs with the names of real ones before them: on the path, in the working directory, and over the real ones.
 
 kind: grader
 seconds: 10

@@ -1,4 +1,4 @@
-"""Changes the warm interpreter it was given: builtins, modules, hooks, the garbage collector, signal handlers, memory.
+"""Changes its warm interpreter: builtins, modules, hooks, the garbage collector, signal handlers, memory.
 
 kind: grader
 seconds: 10

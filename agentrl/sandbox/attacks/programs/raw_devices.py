@@ -1,4 +1,4 @@
-"""Opens and makes device files: disks, memory, ports, loop devices, /dev/kvm, /dev/fuse.
+"""Opens and creates device files: disks, memory, ports, loop devices, /dev/kvm, /dev/fuse.
 
 kind: escape
 seconds: 10

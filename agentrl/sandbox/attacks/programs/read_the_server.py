@@ -1,4 +1,4 @@
-"""Reads, traces and takes over process 1: its memory, descriptors, environment, file system and channel.
+"""Reads, traces and takes over process 1: its memory, descriptors, environment, file system and connection.
 
 kind: lifetime
 seconds: 10

@@ -25,7 +25,7 @@ for name, number in calls.items():
         ctypes.set_errno(0)
         first = 1 if name in ("io_uring_setup", "userfaultfd", "keyctl", "fanotify_init") else 0
         answer = libc.syscall(number, first, block, 0, 0, 0, 0)
-        # EPERM (1), ENOSYS (38): refused. Anything else means that the call was looked at.
+        # EPERM (1), ENOSYS (38): refused. Anything else means that the kernel processed the call.
         os._exit(0 if answer == -1 and ctypes.get_errno() in (1, 38) else 1)
     status = os.waitpid(pid, 0)[1]
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 1:

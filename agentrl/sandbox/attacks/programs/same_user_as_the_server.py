@@ -1,4 +1,4 @@
-"""Checks that the exec server is another user, on which all permission checks rest.
+"""Checks that the exec server is another user, on which all permission checks depend.
 
 kind: lifetime
 seconds: 10

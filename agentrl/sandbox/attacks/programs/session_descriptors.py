@@ -1,4 +1,4 @@
-"""A session that stuffs its socket with descriptors and with packets of every size, for the server to keep or to choke on.
+"""A session that fills its socket with descriptors and with packets of every size.
 
 kind: resources
 run: session

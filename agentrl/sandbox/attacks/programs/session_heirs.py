@@ -1,4 +1,4 @@
-"""A session that ends and leaves a child with its socket, which speaks for the session that comes after, and reaches for its socket.
+"""A session that ends and leaves a child with its socket, which answers for the next session and reaches for its socket.
 
 kind: lifetime
 run: session
@@ -15,7 +15,7 @@ import time
 
 libc = ctypes.CDLL(None)
 print("held: leaving an heir", flush=True)
-if libc.fork() == 0:  # past the interpreter, which would close the socket
+if libc.fork() == 0:  # bypasses the interpreter, which would close the socket
     os.setsid()
     time.sleep(0.5)  # until the session has ended
     links = [fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode)]

@@ -1,4 +1,4 @@
-"""A session that claims to be done when it is not, also for future calls, sends unrequested data, and never listens.
+"""A session that claims to be done when it is not, also for future calls, sends unrequested data, and never reads.
 
 kind: protocol
 run: session
@@ -15,7 +15,7 @@ import threading
 
 
 def control() -> socket.socket:
-    """The socket that a session's process was given."""
+    """The socket of a session's process."""
     for fd in range(3, 256):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):

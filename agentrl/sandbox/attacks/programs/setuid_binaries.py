@@ -1,4 +1,4 @@
-"""Runs every setuid program of the image, and files with capabilities, hoping for another user id.
+"""Runs every setuid program of the image, and files with capabilities, to become another user.
 
 kind: escape
 seconds: 20

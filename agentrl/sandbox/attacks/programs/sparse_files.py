@@ -1,4 +1,4 @@
-"""Makes files that claim to be far larger than the disk, where the host reads and snapshots.
+"""Creates files that claim to be far larger than the disk, where the host reads and snapshots.
 
 kind: resources
 seconds: 10

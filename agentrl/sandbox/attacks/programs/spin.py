@@ -1,4 +1,4 @@
-"""Burns every core with as many processes as it gets.
+"""Uses all CPU time, with as many processes as it can.
 
 kind: resources
 seconds: 2

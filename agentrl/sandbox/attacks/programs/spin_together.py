@@ -1,4 +1,4 @@
-"""Takes all CPU time in many sandboxes at once, so that each time-out counts as an infrastructure fault.
+"""Uses all CPU time in many sandboxes at once, so that each timeout might count as an infrastructure fault.
 
 kind: resources
 seconds: 3

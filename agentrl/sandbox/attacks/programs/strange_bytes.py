@@ -1,4 +1,4 @@
-"""Prints what is not text: broken UTF-8, NULs, terminal commands, lone surrogates, very long lines, direction marks.
+"""Prints broken UTF-8, NULs, terminal commands, lone surrogates, very long lines and direction marks.
 
 kind: protocol
 seconds: 10

@@ -1,4 +1,4 @@
-"""Types into a terminal for somebody else, takes the console, and has line disciplines loaded.
+"""Types into another terminal, takes the console, and loads line disciplines.
 
 kind: escape
 seconds: 10
@@ -18,6 +18,6 @@ for name, command, argument in commands:
         fcntl.ioctl(terminal, command, argument)
         done.append(name)
     except OSError as error:
-        if error.errno not in (1, 25):  # EPERM, ENOTTY: else the command was looked at, and a module perhaps looked for
+        if error.errno not in (1, 25):  # EPERM, ENOTTY; otherwise the kernel processed it, and perhaps looked for a module
             done.append(f"{name} ({error.strerror})")
 print(f"ESCAPED: the terminal takes {', '.join(done)}" if done else f"held: {len(commands)} commands refused", flush=True)

@@ -1,4 +1,4 @@
-"""Opens pseudo terminals until there are none left: the kernel has a fixed number for the whole machine.
+"""Opens pseudo terminals until none are left: the machine has a fixed number.
 
 kind: resources
 needs: control groups

@@ -1,4 +1,4 @@
-"""Starts threads until it gets no more: they count as processes.
+"""Starts threads until it cannot: they count as processes.
 
 kind: resources
 seconds: 10

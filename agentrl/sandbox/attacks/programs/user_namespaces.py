@@ -1,4 +1,4 @@
-"""Makes a user namespace to be root in, by every call that can.
+"""Creates a user namespace to be root in, with every call that can.
 
 kind: escape
 seconds: 10

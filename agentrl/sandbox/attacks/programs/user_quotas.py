@@ -1,4 +1,4 @@
-"""Uses up what the kernel counts for each user of the machine: inotify instances, queued signals, message queues.
+"""Uses up what the kernel counts per user of the machine: inotify instances, queued signals, message queues.
 
 kind: resources
 needs: control groups

@@ -1,4 +1,4 @@
-"""Leaves a process behind that watches with inotify who opens the files and devices that every sandbox has.
+"""Leaves a process that watches with inotify which processes open the files and devices of every sandbox.
 
 kind: between episodes
 seconds: 20
@@ -27,7 +27,7 @@ print(f"held: {len(names)} paths watched", flush=True)
 if os.fork():
     os._exit(0)
 os.setsid()
-seen = open("seen", "w")  # opened once: each time would be an access that the watcher itself sees, without end
+seen = open("seen", "w")  # opened once, because the watcher sees each time it is opened
 with open("watching", "w") as file:
     file.write(str(len(names)))
 while True:

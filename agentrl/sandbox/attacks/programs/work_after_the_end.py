@@ -1,4 +1,4 @@
-"""Ends well and leaves work behind, scheduled past the end of the episode in every way there is.
+"""Ends successfully and leaves work behind, scheduled after the end of the episode in every possible way.
 
 kind: lifetime
 seconds: 10

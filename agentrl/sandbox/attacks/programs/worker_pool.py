@@ -1,4 +1,4 @@
-"""Sizes a pool of workers from what the machine seems to have.
+"""Sizes a pool of workers by what the machine seems to have.
 
 kind: resources
 seconds: 15

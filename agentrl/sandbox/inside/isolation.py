@@ -1,0 +1,259 @@
+"""Isolation of one sandbox, built by its first process: control group, namespaces and file tree.
+
+In a shared container, the process has been forked by the keeper (see `keeper`), is the first of a new pid namespace, and has the
+container's rights. It builds the sandbox, hides the container's tree behind the new one, and continues as an exec server, which gives
+those rights up. Meanwhile it reads nothing that others can write, and no program runs.
+
+The tree is an overlay of the image, and the devices are new, so their inodes, and with them file locks, pipes and inotify watches, are
+shared with no other sandbox. The daemon's filter refuses `pivot_root`, so the tree is moved over the old one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import stat
+import struct
+import sys
+
+from agentrl.sandbox.inside.bounds import MS_BIND, MS_NOEXEC, MS_RDONLY
+from agentrl.sandbox.inside.users import HOME, LIBC, MS_NODEV, MS_NOSUID, MS_REMOUNT
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agentrl.sandbox.inside.wire import Request
+
+CLONE_NEWPID = 0x20000000
+NAMESPACES = {"mount": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000, "network": 0x40000000}
+PERIOD_US = 100_000
+_MS_MOVE, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x2000, 0x4000, 0x40000, 2
+_PLAIN = MS_NOSUID | MS_NODEV
+_READ_ONLY = MS_REMOUNT | MS_BIND | MS_RDONLY | _PLAIN | MS_NOEXEC
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_INTERFACE = struct.Struct("16sh22x")
+_WORKSHOP = "/tmp"  # empty in a container; a tmpfs here, in the sandbox's mount namespace, holds the new tree
+_TREE = f"{_WORKSHOP}/tree"
+_OWN = ("/proc", "/sys", "/agentrl", HOME)  # mounts of a bubblewrap sandbox that it shares with no other
+_DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+_DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}
+_PROC_READ_ONLY = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+_PROC_HIDDEN = ("acpi", "asound", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list", "timer_stats")
+
+
+class Groups:
+    """Control groups of sandboxes, in the folder `parent` of the cgroup tree at `top`, on version 1 or 2."""
+
+    def __init__(self, top: str = "/sys/fs/cgroup", parent: str = "") -> None:
+        self.top, self.parent = top, parent
+        self.unified = os.path.exists(f"{top}/cgroup.controllers")
+
+    def folder(self, controller: str, name: str = "") -> str:
+        """The folder of the group `name` for a controller."""
+        return os.path.join(self.top, "" if self.unified else controller, self.parent, name)
+
+    def folders(self, name: str = "") -> list[str]:
+        """All folders of the group `name`: one on version 2, one per controller on version 1."""
+        return [self.folder(controller, name) for controller in (("memory",) if self.unified else ("memory", "pids", "cpu"))]
+
+    def open_up(self) -> None:
+        """Makes a container's groups writable, which runtimes mount read-only. Version 2 needs all processes in a group below."""
+        for folder in self.folders():
+            mount(None, folder, None, MS_REMOUNT | MS_BIND | _PLAIN | MS_NOEXEC)
+        if self.unified:
+            os.mkdir(f"{self.top}/keeper")
+            _write(f"{self.top}/keeper/cgroup.procs", 0)
+            _write(f"{self.top}/cgroup.subtree_control", "+memory +pids +cpu")
+
+    def create(self, name: str, bounds: Request) -> None:
+        """Creates the group `name` with these limits. Raises `OSError`."""
+        for folder in self.folders(name):
+            os.mkdir(folder)
+        for controller, file, value, required in self._settings(bounds):
+            path = f"{self.folder(controller, name)}/{file}"
+            if required or os.path.exists(path):
+                _write(path, value)
+
+    def add(self, name: str, pid: int = 0) -> None:
+        """Moves a process, by default this one, to the group `name`."""
+        for folder in self.folders(name):
+            _write(f"{folder}/cgroup.procs", pid)
+
+    def _settings(self, bounds: Request) -> list[tuple[str, str, object, bool]]:
+        """(controller, file, value, whether every kernel has the file) of each limit."""
+        memory, processes, quota = bounds["memory"], bounds["processes"], bounds["cpu_us"]
+        if self.unified:
+            return [
+                ("memory", "memory.max", memory, True),
+                ("memory", "memory.swap.max", 0, False),
+                ("pids", "pids.max", processes, True),
+                ("cpu", "cpu.max", f"{quota} {PERIOD_US}", True),
+            ]
+        return [
+            ("memory", "memory.limit_in_bytes", memory, True),
+            ("memory", "memory.memsw.limit_in_bytes", memory, False),
+            ("memory", "memory.kmem.tcp.limit_in_bytes", bounds["sockets"], False),
+            ("pids", "pids.max", processes, True),
+            ("cpu", "cpu.cfs_period_us", PERIOD_US, True),
+            ("cpu", "cpu.cfs_quota_us", quota, True),
+        ]
+
+    def memory_events(self, name: str) -> str:
+        """File with a line `oom_kill N`."""
+        return f"{self.folder('memory', name)}/{'memory.events' if self.unified else 'memory.oom_control'}"
+
+    def remove(self, name: str) -> bool:
+        """Removes the group `name`. False while the kernel counts a process in it."""
+        removed = True
+        for folder in self.folders(name):
+            try:
+                os.rmdir(folder)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                removed = False
+        return removed
+
+
+def _write(path: str, value: object) -> None:
+    with open(path, "w") as file:
+        file.write(str(value))
+
+
+def last_error(action: str) -> OSError:
+    """The error of the C library's last call."""
+    code = ctypes.get_errno()
+    return OSError(code, f"{action}: {os.strerror(code)}")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, settings: str = "") -> None:
+    """See mount(2). Raises `OSError`."""
+    words = [word.encode() if word is not None else None for word in (source, target, kind)]
+    if LIBC.mount(*words, flags, settings.encode() or None) != 0:
+        raise last_error(f"mount of {kind or source or 'flags'} on {target}")
+
+
+def isolate(room: Request, groups: Groups, program: bytes) -> None:
+    """Builds the sandbox that `room` describes around this process. Raises `OSError`."""
+    name, namespaces = room["name"], room["namespaces"]
+    groups.create(name, room["bounds"])
+    groups.add(name)
+    flags = 0
+    for namespace in namespaces:
+        flags |= NAMESPACES[namespace]
+    if LIBC.unshare(flags) != 0:
+        raise last_error(f"new namespaces {namespaces}")
+    mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _build_tree(room)
+    _add_files(room, groups, program)
+    _add_proc(room)
+    for path, settings in room["tmpfs"].items():
+        mount("tmpfs", _TREE + path, "tmpfs", _PLAIN, settings)
+    mount(None, f"{_TREE}/dev", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC)
+    if "uts" in namespaces:
+        socket.sethostname("sandbox")
+    if "network" in namespaces:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            _, up = _INTERFACE.unpack(fcntl.ioctl(sock, _SIOCGIFFLAGS, _INTERFACE.pack(b"lo", 0)))
+            fcntl.ioctl(sock, _SIOCSIFFLAGS, _INTERFACE.pack(b"lo", up | _IFF_UP))
+    _enter_tree(("/agentrl", "/sys", "/proc", HOME))
+
+
+def isolate_tree(options: Request) -> None:
+    """Replaces the root of a bubblewrap sandbox by a separate tree. Raises `OSError` with the mount.
+
+    bwrap shows every sandbox the same inodes of the image and of the host's devices, and a process that can read a file can watch it
+    with inotify. Mounts that already belong to this sandbox, such as its tmpfs, are moved to the new tree.
+    """
+    if sys.argv[0].endswith(".pyc"):  # all sandboxes of an image start from one file, which is in memory by now
+        _unmount(sys.argv[0])
+    scratch = os.open(_WORKSHOP, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    _build_tree(options)
+    mount("/dev/shm", f"{_TREE}/dev/shm", None, MS_BIND)
+    mount(None, f"{_TREE}/dev", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC)
+    mount(f"/proc/self/fd/{scratch}", _TREE + _WORKSHOP, None, MS_BIND)
+    os.close(scratch)
+    for path in (*_OWN, *options["shown"]):
+        mount(path, _TREE + path, None, MS_BIND | _MS_REC)
+    _enter_tree(_OWN)
+
+
+def _build_tree(description: Request) -> None:
+    """Mounts an overlay of the image at `_TREE`, with new devices and pseudo terminals."""
+    mount("tmpfs", _WORKSHOP, "tmpfs", _PLAIN, "size=65536,mode=0755")
+    os.mkdir(_TREE)
+    os.mkdir(f"{_WORKSHOP}/empty")
+    mount("image", _TREE, "overlay", MS_RDONLY | _PLAIN, f"lowerdir={_WORKSHOP}/empty:/")
+    mount("tmpfs", f"{_TREE}/dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=65536,mode=0755")
+    for name, (major, minor) in _DEVICES.items():
+        if LIBC.mknod(f"{_TREE}/dev/{name}".encode(), stat.S_IFCHR, ctypes.c_ulong(os.makedev(major, minor))) != 0:
+            raise last_error(f"device {name}")
+        os.chmod(f"{_TREE}/dev/{name}", 0o666)
+    for name, target in _DEVICE_LINKS.items():
+        os.symlink(target, f"{_TREE}/dev/{name}")
+    for name in ("pts", "shm"):
+        os.mkdir(f"{_TREE}/dev/{name}")
+    mount("devpts", f"{_TREE}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, description["terminals"])
+
+
+def _add_files(room: Request, groups: Groups, program: bytes) -> None:
+    """Adds /agentrl, with this sandbox's own files, some of which replace files of the image or of /sys. All are read-only."""
+    own = f"{_TREE}/agentrl"
+    mount(room["name"], own, "tmpfs", _PLAIN, f"size={(1 << 17) + len(program)},mode=0755")
+    for number, (path, text) in enumerate(room["files"].items()):
+        _write(f"{own}/{number}", text)
+        if path.startswith("/sys/"):
+            mount("tmpfs", f"{_TREE}/sys", "tmpfs", _PLAIN | MS_NOEXEC, "size=65536,mode=0755")
+            os.makedirs(os.path.dirname(_TREE + path))
+            _write(_TREE + path, "")
+        mount(f"{own}/{number}", _TREE + path, None, MS_BIND)
+        mount(None, _TREE + path, None, _READ_ONLY)
+        if path.startswith("/sys/"):
+            mount(None, f"{_TREE}/sys", None, _READ_ONLY)
+    _write(f"{own}/memory", "")
+    mount(groups.memory_events(room["name"]), f"{own}/memory", None, MS_BIND)
+    mount(None, f"{own}/memory", None, _READ_ONLY)
+    if program:
+        with open(f"{own}/exec_server.py", "wb") as file:
+            file.write(program)
+    mount(None, own, None, MS_REMOUNT | MS_BIND | MS_RDONLY | _PLAIN)
+
+
+def _add_proc(room: Request) -> None:
+    """Adds /proc of the new pid namespace and writes the network settings. As with daemons, parts about the machine are restricted."""
+    top = f"{_TREE}/proc"
+    mount("proc", top, "proc", _PLAIN | MS_NOEXEC)
+    for name, value in room["settings"].items():
+        _write(f"{top}/sys/{name.replace('.', '/')}", value)
+    for path in (f"{top}/{name}" for name in _PROC_READ_ONLY):
+        if os.path.exists(path):
+            mount(path, path, None, MS_BIND)
+            mount(None, path, None, _READ_ONLY)
+    for path in (f"{top}/{name}" for name in _PROC_HIDDEN):
+        if os.path.isdir(path):
+            mount("tmpfs", path, "tmpfs", MS_RDONLY | _PLAIN | MS_NOEXEC, "size=4096")
+        elif os.path.exists(path):
+            mount(f"{_TREE}/dev/null", path, None, MS_BIND)
+            mount(None, path, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC)
+
+
+def _enter_tree(old_mounts: tuple[str, ...]) -> None:
+    """Unmounts these parts of the old tree, so that only the image is left of it, and moves the new tree over it."""
+    for path in old_mounts:
+        _unmount(path)
+    os.chdir(_TREE)
+    mount(".", "/", None, _MS_MOVE)
+    os.chroot(".")
+    os.chdir("/")
+
+
+def _unmount(path: str) -> None:
+    if LIBC.umount2(path.encode(), _MNT_DETACH) != 0:
+        raise last_error(f"unmounting {path}")

@@ -1,0 +1,57 @@
+"""Waiting that can be cancelled: for sockets, and in threads, which check whether their caller was cancelled.
+
+Otherwise a run that is interrupted while an image is being built would end only with the build, many minutes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from agentrl.errors import SandboxError
+
+_cancelled: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
+
+
+@contextlib.contextmanager
+def propagate_cancellation() -> Iterator[None]:
+    """Wraps an `await asyncio.to_thread(...)`. If the block raises, `raise_if_cancelled` raises in that thread."""
+    event = threading.Event()
+    token = _cancelled.set(event)
+    try:
+        yield
+    except BaseException:
+        event.set()
+        raise
+    finally:
+        _cancelled.reset(token)
+
+
+def raise_if_cancelled() -> None:
+    """Raises `SandboxError` if the caller that waits for this thread was cancelled."""
+    event = _cancelled.get()
+    if event is not None and event.is_set():
+        raise SandboxError("cancelled")
+
+
+async def accept(listener: socket.socket) -> socket.socket:
+    """The next connection of a non-blocking listener. The caller sets the deadline."""
+    await readable(listener)
+    link, _ = listener.accept()
+    link.setblocking(False)
+    return link
+
+
+async def readable(sock: socket.socket) -> None:
+    """Waits until there is data to read or a connection to accept. The caller sets the deadline."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)  # also after a cancellation, so that the event loop never watches a closed socket
