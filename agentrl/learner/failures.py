@@ -1,4 +1,4 @@
-"""`failures/updates.jsonl` in the run folder: what was left out of training, and why. Written by the learner, read by the driver."""
+"""`failures/updates.jsonl` in the run folder: groups and optimizer steps that were excluded from training, with the reason."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ FILE = "failures/updates.jsonl"
 
 
 class FailureLog:
-    """The setbacks of a run, one line each, in the order of the steps."""
+    """The setbacks of a run, one JSON line each, in the order of the steps. The learner writes it, the driver reads it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
 
     def append(self, setbacks: tuple[Setback, ...]) -> None:
-        """Durable on return. Raises `DiskFull` or `LearnerError` when the disk refuses."""
+        """Appends setbacks durably. Raises `DiskFull` or `LearnerError` on a write error."""
         if setbacks:
             with writing(str(self.path)):
                 append_lines(self.path, map(_line, setbacks), durable=True)
 
     def forget_from(self, step: int) -> None:
-        """After a crash or a halt: the steps from `step` on will be made again, and written down again."""
-        found = self.read()
-        if any(setback.step >= step for setback in found):
+        """Removes the entries from `step` on: after a crash or halt these steps run and are logged again."""
+        setbacks = self.read()
+        if any(setback.step >= step for setback in setbacks):
             with writing(str(self.path)):
-                write(self.path, b"".join(_line(setback) for setback in found if setback.step < step), durable=True)
+                write(self.path, b"".join(_line(setback) for setback in setbacks if setback.step < step), durable=True)
 
     def read(self, step: int | None = None) -> tuple[Setback, ...]:
-        """All of them, or those of one step. A torn last line, which a killed process may have left, is not one."""
-        found = [codec.from_json(Setback, line) for line in whole_lines(self.path)]
-        return tuple(setback for setback in found if step is None or setback.step == step)
+        """Returns all setbacks, or those of one step. An incomplete last line, which a killed process may leave, is ignored."""
+        setbacks = (codec.from_json(Setback, line) for line in whole_lines(self.path))
+        return tuple(setback for setback in setbacks if step is None or setback.step == step)
 
 
 def _line(setback: Setback) -> bytes:
