@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import httpx
 
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
-from agentrl.recipe import Recipe
-from agentrl.serving.access import headers as access
-from agentrl.weights.announcement import Server, announced
+from agentrl.serving.access import auth_headers as access
+from agentrl.version.server_address import ServerAddress, announced_server
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
@@ -27,13 +27,13 @@ _ASK_S = 30.0
 
 
 class Channel(Protocol):
-    """The result of `agentrl.learner.weight_source.connect`."""
+    """The result of `agentrl.learner.nccl_source.connect`."""
 
     def send_weights(self) -> None:
         """Sends all weights. A collective."""
 
 
-Connect = Callable[[PolicyEngine, Server, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
+Connect = Callable[[PolicyEngine, ServerAddress, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
 
 
 class Broadcaster:
@@ -55,7 +55,7 @@ class Broadcaster:
         """
         try:
             channel = self._connected()
-            self._engine.ranks.pulse("sending weights")
+            self._engine.ranks.report_progress("sending weights")
             self._client.version = number
             channel.send_weights()
         except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
@@ -64,7 +64,7 @@ class Broadcaster:
     def catch_up(self, number: int) -> None:
         """Sends version `number` after a restart, unless the server already has it."""
         behind = False
-        if self._engine.ranks.first:
+        if self._engine.ranks.is_first:
             server = self._server()
             try:
                 reply = httpx.get(f"{server.url}/weight_info", headers=access(server.key), timeout=_ASK_S, trust_env=False)
@@ -78,25 +78,25 @@ class Broadcaster:
 
     def _connected(self) -> Channel:
         ranks = self._engine.ranks
-        server = self._server() if ranks.first else Server(url="", key="", start=0)
-        start = ranks.decide(server.start)
+        server = self._server() if ranks.is_first else ServerAddress(url="", key="", start=0)
+        start = ranks.from_first(server.start)
         if self._channel is None or start != self._start:
             self._client, self._channel = self._connect(self._engine, server, self._serving.request_timeout_s)
             self._start = start
         return self._channel
 
-    def _server(self) -> Server:
+    def _server(self) -> ServerAddress:
         deadline = time.monotonic() + self._serving.startup_timeout_s
-        while (server := announced(self._run_dir)) is None:
-            self._engine.ranks.pulse("waiting for the server")
+        while (server := announced_server(self._run_dir)) is None:
+            self._engine.ranks.report_progress("waiting for the server")
             if time.monotonic() > deadline:
                 raise LearnerError(f"no inference server started within {self._serving.startup_timeout_s:g} s")
             time.sleep(_POLL_S)
         return server
 
 
-def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[Any, Channel]:
-    from agentrl.learner.weight_source import connect
+def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> tuple[Any, Channel]:
+    from agentrl.learner.nccl_source import connect
     from agentrl.serving.trainer_client import PausedServerClient
 
     def waiting() -> None:

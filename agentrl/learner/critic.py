@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.config.recipe import CriticConfig, Recipe
 from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, load_model, make_optimizer
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.optimizer import learning_rate
@@ -18,7 +19,6 @@ from agentrl.learner.ranks import Ranks
 from agentrl.learner.value_head import value_head, values_of
 from agentrl.objective.gae import gae
 from agentrl.objective.values import rows_of, value_loss
-from agentrl.recipe import CriticConfig, Recipe
 
 EPS = 1e-8
 

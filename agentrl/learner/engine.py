@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner import forest_attention, kernels, lora
-from agentrl.learner.gradient_gate import gradient_gate
-from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
+from agentrl.config.recipe import Recipe
+from agentrl.learner import causal_lm, forest_attention, lora
+from agentrl.learner.gradient_gate import skip_steps_above
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
-from agentrl.learner.packing import MicroBatch, text
+from agentrl.learner.packing import MicroBatch, single_sequence
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
 from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
-from agentrl.recipe import Recipe
 from agentrl.records import Probe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,7 +45,7 @@ class PolicyEngine:
         self.scorer = make_scorer(load_model(folder, recipe, ranks.device), recipe)
         if recipe.learner.lora is not None:
             lora.attach(self.lm, recipe.learner.lora, seed=recipe.seed)
-            lora.leave_out_frozen(self.scorer)
+            lora.exclude_frozen_weights(self.scorer)
         if ranks.team is not None:
             check_heads(self.lm.config.get_text_config(), ranks.team)
         check_scorer(self.scorer, tolerance=TOLERANCE[recipe.policy.dtype])
@@ -115,8 +115,8 @@ class PolicyEngine:
 def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Returns logprobs and entropies [N] of the batch's trained tokens from a `TokenScorer`, bare or in a DeepSpeed engine."""
     logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature, batch.supports)
-    if batch.layout.stretch is not None:
-        logprobs, entropy = batch.layout.stretch.gather(torch.stack((logprobs, entropy)))
+    if batch.layout.shard is not None:
+        logprobs, entropy = batch.layout.shard.gather(torch.stack((logprobs, entropy)))
     return logprobs[batch.expand], entropy[batch.expand]
 
 
@@ -127,11 +127,11 @@ def apply_gradient(
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RATE_SCALE] if RATE_SCALE in group else 0.0 if head_alone else rate
     if isinstance(optimizer, GuardedAdamW):
-        optimizer.refuse_above = refuse_above
+        optimizer.skip_above = refuse_above
         engine.step()
         norm = optimizer.grad_norm
     else:
-        with gradient_gate(engine.optimizer, above=refuse_above) as norms:
+        with skip_steps_above(engine.optimizer, above=refuse_above) as norms:
             engine.step()
         norm = norms[0] if norms else math.nan  # no norm: DeepSpeed detected an overflow before computing it
     return math.isfinite(norm) and norm <= refuse_above, norm
@@ -164,7 +164,7 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     ).to(device)
     _disable_dropout(lm)
     if recipe.learner.kernels == "liger":
-        kernels.fuse(lm)
+        causal_lm.use_liger_kernels(lm)
     chosen = recipe.learner.gradient_checkpointing
     if chosen or (chosen is None and device.type == "cuda"):
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

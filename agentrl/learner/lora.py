@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.config.recipe import LoraConfig
 from agentrl.errors import UserError
-from agentrl.recipe import LoraConfig
 from agentrl.records import ADAPTER
 
 _CONFIG = "adapter_config.json"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.recipe import LearnerConfig
+from agentrl.config.recipe import LearnerConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -34,7 +34,7 @@ class GuardedAdamW(torch.optim.AdamW):
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         self.grad_norm = norm.item()
-        if not self.grad_norm <= self.refuse_above or math.isinf(self.grad_norm):
+        if not self.grad_norm <= self.skip_above or math.isinf(self.grad_norm):
             return
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import LearnerError
-from agentrl.learner.forest import Forest, Ints, common_prefix, lay_out
+from agentrl.learner.forest import Forest, Ints, build_forest, common_prefix
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.ranks import Team
-from agentrl.learner.ulysses import Stretch
+from agentrl.learner.ulysses import TokenShard
 from agentrl.records import Batch, Sample
-from agentrl.sampling import Supports
+from agentrl.records.sampling import Supports
 
 Rows = tuple[Sample, ...]
 
@@ -112,7 +112,7 @@ def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None 
     positions, targets, expand, supports = _predictions(rows, forest)
     token_ids, stretch = torch.from_numpy(forest.token_ids), None
     if team is not None:
-        stretch = Stretch.of(team, len(token_ids), positions)
+        stretch = TokenShard.of(team, len(token_ids), positions)
         token_ids, positions, targets = stretch.part(token_ids), positions[stretch.own] - stretch.start, targets[stretch.own]
         supports = None if supports is None else supports[stretch.own]
     return MicroBatch(

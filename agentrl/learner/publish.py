@@ -20,11 +20,11 @@ from torch import Tensor
 from agentrl import codec
 from agentrl.files import commit_folder, part_folder, replacing, sha256_file, write
 from agentrl.learner import lora
-from agentrl.learner.disk import writing
+from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.protocols import VersionRegistry
-from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe
-from agentrl.weights import deltas
+from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
+from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
 _LARGEST_DELTA = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
@@ -63,20 +63,20 @@ def write_reference(run_dir: Path, engine: PolicyEngine) -> None:
     at its ends, may amplify rounding (SmolLM2 in float32: 2.4e-4 nats from float64 after token 0, 1.5e-5 after ordinary tokens).
     """
     path, ranks = version_folder(run_dir, 0) / "probe.json", engine.ranks
-    if ranks.decide(int(path.exists())):
+    if ranks.from_first(int(path.exists())):
         return
     vocabulary = engine.lm.config.get_text_config().vocab_size
     rows: list[tuple[int, ...]] = [(vocabulary * number // (_BASE_ROWS + 1),) for number in range(1, _BASE_ROWS + 1)]
     for _ in range(_BASE_TOKENS - 1):
         likeliest = [next_ids[0] for next_ids in engine.probe(tuple(rows)).next_ids]
-        rows = [(*row, ranks.decide(token)) for row, token in zip(rows, likeliest, strict=True)]
+        rows = [(*row, ranks.from_first(token)) for row, token in zip(rows, likeliest, strict=True)]
     probe = engine.probe(tuple(rows))
-    if ranks.first:
-        with writing(f"the probe of version 0 in {run_dir}"):
-            write(path, codec.to_json(probe), durable=True)
+    if ranks.is_first:
+        with disk_errors_raised(f"the probe of version 0 in {run_dir}"):
+            write_atomically(path, codec.to_json(probe), durable=True)
 
 
-def publish(
+def publish_version(
     run_dir: Path,
     registry: VersionRegistry,
     engine: PolicyEngine,
@@ -94,11 +94,11 @@ def publish(
     `full_every` divides its number. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is registered with
     other weights.
     """
-    weights = gather(engine)
+    weights = gather_weights(engine)
     probe = engine.probe(rows)
-    if engine.ranks.first:
-        with writing(f"version {number} in {run_dir}"):
-            part = part_folder(version_folder(run_dir, number))
+    if engine.ranks.is_first:
+        with disk_errors_raised(f"version {number} in {run_dir}"):
+            part = partial_folder(version_folder(run_dir, number))
             version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
             if full_every is not None:
                 _shrink(part, version, registry.get(parent), whole=number % full_every == 0)
@@ -113,7 +113,7 @@ def gather(engine: PolicyEngine) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, parameter, _ in engine.parameters():
         with engine.gathered(parameter) as full:
-            if engine.ranks.first:
+            if engine.ranks.is_first:
                 weights[name] = full.cpu().clone()
     return weights
 
@@ -147,9 +147,9 @@ def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *,
 
     The copy may be another version's, or torn by a power cut, so a delta is used only if its base has the parent's checksum.
     """
-    newest = part.with_name(deltas.NEWEST)
+    newest = part.with_name(deltas.NEWEST_WEIGHTS)
     if not whole and parent is not None and newest.exists():
-        delta = deltas.encode(newest, part / WHOLE_MODEL, part, number=parent.number)
+        delta = deltas.write_delta(newest, part / WHOLE_MODEL, part, number=parent.number)
         if delta is not None:
             size = (part / deltas.FRAMES).stat().st_size
             log.info("version %d: the delta has %.1f %% of the bytes", version.number, 100 * size / delta.size)

@@ -94,7 +94,7 @@ class _Gathered(torch.autograd.Function):
     """Gathers forward; backward keeps each rank's part: all ranks compute the same loss, so a sum would count it repeatedly."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, stretch: Stretch) -> Tensor:
+    def forward(ctx: Any, own: Tensor, stretch: TokenShard) -> Tensor:
         ctx.own = stretch.own
         whole = own.new_zeros(own.shape[0], stretch.predictions)
         whole[:, stretch.own] = own

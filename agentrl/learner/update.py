@@ -14,23 +14,24 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
+from agentrl.config.recipe import CriticConfig
+from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_advantages, critic_metrics
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.guard import Guard
+from agentrl.learner.kl_reference import kl_reference_for
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, check_vocabulary, micro_batch, minibatches, plan
 from agentrl.learner.reference import reference_for
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import TrainedTokens, loss_of, policy_loss
 from agentrl.objective.kl import sequence_penalty
-from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, over_steps, summarize
+from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
+from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import value_loss
-from agentrl.recipe import CriticConfig
 from agentrl.records import Batch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedMicroBatch:
     """A micro-batch with its tokens' logprobs [N] under the objective's other policies, and the critic's results."""
 
     batch: MicroBatch
@@ -57,7 +58,7 @@ class Prepared:
         return value_loss(values, self.values, self.returns, clip=config.value_clip).sum()
 
 
-Plan = list[tuple[Batch, list[Prepared]]]  # the micro-batches of each optimizer step
+Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each optimizer step
 
 
 class Updater:
@@ -67,9 +68,9 @@ class Updater:
         self.engine = engine
         config = engine.recipe.critic
         self.critic: Critic | SharedCritic | None = SharedCritic(engine) if config is not None and config.shared else critic
-        self.guard = Guard(engine.recipe.learner)
+        self.guard = UpdateGuard(engine.recipe.learner)
         self._objective = engine.recipe.objective
-        self._loss = loss_of(self._objective)
+        self._loss = load_loss(self._objective)
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
         self._reference = reference_for(engine) if self._objective.kl != "none" else None
@@ -83,8 +84,8 @@ class Updater:
         samples changes nothing.
         """
         start = time.perf_counter()
-        self.guard.begin()
-        parts = minibatches(batch, self._learner.minibatches)
+        self.guard.begin_step()
+        parts = split_minibatches(batch, self._learner.minibatches)
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
         warming_up = self.critic is not None and batch.step < self.critic.config.warmup_steps
@@ -118,7 +119,7 @@ class Updater:
         ranks = self.engine.ranks
         total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
         for batch in self._micro_batches(samples):
-            ranks.pulse("computing a penalty", batch.layout.length)
+            ranks.report_progress("computing a penalty", batch.layout.length)
             total += sequence_penalty(batch.behaviour, self._reference.logprobs(batch), batch.sequence, len(samples))
         penalties: dict[str, float] = defaultdict(float)
         for sample, value in zip(samples, ranks.sum(total).tolist(), strict=True):
@@ -167,7 +168,7 @@ class Updater:
         else:
             proximal = self.engine.logprobs(batch)[0] if recomputes else None
             values = None if self.critic is None else self.critic.values(batch)
-        return Prepared(
+        return PreparedMicroBatch(
             batch=batch,
             critic_step=critic_step,
             critic_tokens=critic_tokens,
@@ -235,7 +236,7 @@ class Updater:
             sums[-2] += result.loss.detach()
             sums[-1] += (~micro.batch.advantages.isfinite()).sum()
             maxima = torch.maximum(maxima, result.maxima)
-        ranks.pulse("applying the gradient")
+        ranks.report_progress("applying the gradient")
         total = ranks.sum(sums)
         metrics = summarize(total[:-3], ranks.max(maxima), with_reference=self._objective.kl in ("k1", "k2", "k3"))
         if isinstance(self.critic, SharedCritic):

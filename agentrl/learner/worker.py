@@ -20,28 +20,28 @@ from statistics import fmean
 import torch
 import transformers
 
-from agentrl import plugins
-from agentrl import recipe as recipes
+from agentrl.config import recipe as recipes
+from agentrl.config.gate import GATE
+from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError, LearnerHalted, StoreError
 from agentrl.experience import StepGroups, open_store
-from agentrl.gating import GATE
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.failures import FailureLog
-from agentrl.learner.guard import ROLLBACK, Setback
-from agentrl.learner.publish import probe_rows, publish, version_folder, write_reference
-from agentrl.learner.pulse import SILENT, Pulse
+from agentrl.learner.failure_log import UpdateFailureLog
+from agentrl.learner.progress import SILENT, ProgressReporter
+from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.ulysses import in_teams
+from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
-from agentrl.objective import Assembled, assemble, counted_samples
+from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
+from agentrl.objective import AssembledBatch, assemble, counted_samples
 from agentrl.objective.delivery import captured_tokens
+from agentrl.plugins import references
 from agentrl.protocols import VersionRegistry
-from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry, rollback
 
@@ -65,8 +65,8 @@ class Worker:
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
-        self.failures = FailureLog(run_dir)
-        self.step_groups = StepGroups.of(recipe.rollout)
+        self.failures = UpdateFailureLog(run_dir)
+        self.step_groups = StepGroups.from_config(recipe.rollout)
         self.consumed: dict[int, tuple[int, ...]] = {}
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
@@ -79,7 +79,7 @@ class Worker:
         self.ranks.pulse("resuming")
         self._resume()
         while self.next_step < self.recipe.steps:
-            self.ranks.pulse("waiting for groups")
+            self.ranks.report_progress("waiting for groups")
             groups = self._wait_for_groups(self.next_step)
             if groups is None:
                 log.info("stopped before step %d", self.next_step)
@@ -102,11 +102,11 @@ class Worker:
         rows = probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
-        self.ranks.pulse("writing a checkpoint")
+        self.ranks.report_progress("writing a checkpoint")
         name = self._save(meta)
         publishing = time.perf_counter()
-        self.ranks.pulse("publishing a version")
-        if self.ranks.first:
+        self.ranks.report_progress("publishing a version")
+        if self.ranks.is_first:
             self.store.commit(step, self.consumed[step], name)
         self._publish(meta)
         self.next_step = step + 1
@@ -121,7 +121,7 @@ class Worker:
         assembled, metrics = self._update(step, groups)
         for index, reason in assembled.dropped.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
-        if self.updater.guard.sound:
+        if self.updater.guard.start_weights_passed:
             self.good = step
         if self.updater.guard.rolling_back:
             parent = self._roll_back(step, self.good)
@@ -132,13 +132,13 @@ class Worker:
 
     def _gate_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
         """Answers the gate's request: the groups of the step were sampled by what is undone, and count as consumed by an undone step."""
-        request = rollback.pending(self.run_dir / "versions", self.registry)
+        request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None:
             raise LearnerError(f"step {step}: the rollback request has disappeared from {self.run_dir / 'versions'}")
         reason = f"the gate rejected version {request.version}: {request.reason}"
         parent = self._roll_back(step, request.to)
-        if self.ranks.first:
-            setback = Setback(
+        if self.ranks.is_first:
+            setback = UpdateFailure(
                 step=step,
                 action=ROLLBACK,
                 what="gate",
@@ -160,10 +160,10 @@ class Worker:
             excluded = guard.leave_out(step, groups, assembled.dropped)
             metrics = self.updater.update(assembled.batch)
         finally:
-            setbacks = guard.drain()
+            setbacks = guard.take_failures()
             for setback in setbacks:
                 log.warning("step %d: %s of groups %s: %s", step, setback.action, setback.groups, "; ".join(setback.reasons))
-            if self.ranks.first:
+            if self.ranks.is_first:
                 self.failures.append(setbacks)
         if penalties and math.isfinite(mean := fmean(penalties.values())):
             metrics["kl_penalty_mean"] = mean
@@ -214,7 +214,7 @@ class Worker:
         return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
 
     def _publish(self, meta: CheckpointMeta) -> None:
-        publish(
+        publish_version(
             self.run_dir,
             self.registry,
             self.engine,
@@ -242,15 +242,15 @@ class Worker:
         elif self.recipe.learner.limits.roll_back or (self.recipe.gate is not None and self.recipe.gate.rolls_back):
             self._save(self._meta(0, parent=0, metrics={}, rows=()))  # the first update can be undone too
         missing = False
-        if self.ranks.first:
+        if self.ranks.is_first:
             base = self.registry.get(0)
             if self.recipe.learner.lora is not None and base is not None:
                 self.registry.verify(base)  # an adapter needs its base weights
             self.store.reconcile(self.consumed)
             self.registry.reconcile(self.next_step)
-            self.failures.forget_from(self.next_step)
+            self.failures.remove_from(self.next_step)
             missing = checkpoint is not None and not self._published(self.next_step)
-        if self.ranks.decide(int(missing)) and checkpoint is not None:
+        if self.ranks.from_first(int(missing)) and checkpoint is not None:
             log.info("publishing version %d again", self.next_step)
             self._publish(checkpoint.meta)
         elif self.broadcaster is not None and checkpoint is not None:
@@ -272,7 +272,7 @@ class Worker:
     def _rollback_requested(self, step: int) -> bool:
         if self.recipe.gate is None:
             return False
-        request = rollback.pending(self.run_dir / "versions", self.registry)
+        request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None or request.version > step or request.version in self.rolled_back:
             return False
         to = self.registry.get(request.to)
@@ -304,12 +304,12 @@ class Worker:
     def _wait_for_groups(self, step: int) -> tuple[Group, ...] | None:
         """Waits for the step's groups; None if a stop was requested. Rank 0 decides for all ranks."""
         while True:
-            decision = self.ranks.decide(self._look(step) if self.ranks.first else _WAIT)
-            self.ranks.pulse("waiting for groups")
+            decision = self.ranks.from_first(self._look(step) if self.ranks.is_first else _WAIT)
+            self.ranks.report_progress("waiting for groups")
             if decision == _STOP:
                 return None
             if decision == _GO:
-                indices = self.step_groups.taken(step, self.store)
+                indices = self.step_groups.consumed_indices(step, self.store)
                 if indices is None:
                     raise StoreError(f"step {step}: stored groups have disappeared")
                 return self.store.take(step, indices, timeout_s=60.0)
@@ -317,7 +317,7 @@ class Worker:
     def _look(self, step: int) -> int:
         if self.stopping:
             return _STOP
-        if self.step_groups.taken(step, self.store) is not None:
+        if self.step_groups.consumed_indices(step, self.store) is not None:
             return _GO
         time.sleep(_POLL_S)
         return _WAIT
@@ -342,13 +342,13 @@ def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -
     start = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     if root is not None:
-        plugins.add_project_root(root)
+        references.add_project_root(root)
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
-    ranks = in_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
-    ranks = replace(ranks, pulse=Pulse(pulse) if ranks.first else SILENT)
-    ranks.pulse("loading the model")
+    ranks = form_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
+    ranks = replace(ranks, report_progress=ProgressReporter(pulse) if ranks.is_first else SILENT)
+    ranks.report_progress("loading the model")
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)
     worker = Worker(run_dir, recipe, ranks)

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl import parts
-from agentrl.causes import location, short
+from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.base.scores import all_equal, all_negligible
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
+from agentrl.plugins import parts
 from agentrl.protocols import AdvantageEstimator
-from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Group
-from agentrl.scores import alike, negligible
 
 STD_EPS = 1e-4
 
@@ -166,7 +166,7 @@ def _estimate(function: AdvantageEstimator, scores: list[list[float]], name: str
     if name in parts.ADVANTAGE.shipped:
         return [list(values) for values in function(scores)]
     try:
-        return checked(function(scores), scores)
+        return check_advantages(function(scores), scores)
     except Exception as error:
         cause = f"{short(error)} ({location(error)})"
         raise PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {cause}", fix="correct it there") from error
@@ -194,7 +194,7 @@ def _without_itself(scores: Sequence[float], normalize_std: bool) -> list[float]
 
 def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) -> list[float]:
     """Divides by the sample standard deviation of the scores. Scores that are equal up to rounding give exact zeros."""
-    if alike(scores):
+    if all_equal(scores):
         return [0.0] * len(scores)
     scale = sample_std(scores) + STD_EPS if normalize_std else 1.0
     return [value / scale for value in centred]

@@ -53,14 +53,14 @@ def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
     """
     if not any(line.trajectory.inherited for line in lines):
         return list(lines)
-    credits: dict[Key, list[float]] = {}
+    credits: dict[TurnKey, list[float]] = {}
     for line in lines:
         for number, value in enumerate(line.credit):
             credits.setdefault(turn_key(line.episode_id, line.number, line.trajectory, number), []).append(value)
     trained: set[Key] = set()
     training = []
     for line in lines:
-        keys = [turn_key(line.episode_id, line.number, line.trajectory, number) for number in range(len(line.credit))]
+        keys = [turn_key(line.episode_id, line.index, line.trajectory, number) for number in range(len(line.credit))]
         trains = [key not in trained for key in keys]
         trained.update(keys)
         credit = [fmean(credits[key]) for key in keys] if mean else line.credit

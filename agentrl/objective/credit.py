@@ -32,12 +32,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from agentrl.base.scores import all_equal
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import STD_EPS, sample_std
-from agentrl.objective.branches import Key, turn_key
-from agentrl.recipe import ObjectiveConfig
+from agentrl.objective.branches import TurnKey, turn_key
 from agentrl.records import ScoredEpisode, Trajectory
-from agentrl.scores import alike
 
 Credit = dict[str, list[list[float]]]
 """Episode id -> [trajectory][turn]."""

@@ -16,7 +16,7 @@ SUM_NAMES = (
 MAX_NAMES = ("ratio", "inverse_ratio", "mismatch")
 
 
-def statistics(
+def token_statistics(
     log_ratio: Tensor,
     *,
     clipped: Tensor,

@@ -10,26 +10,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agentrl.base.scores import all_negligible
+from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
-from agentrl.objective.branches import Line, trained_once
-from agentrl.objective.credit import Rollout, branch_credit, penalized
+from agentrl.objective.branches import CreditedTrajectory, assign_shared_turns
+from agentrl.objective.credit import CountedEpisode, branch_credit, penalized_score
 from agentrl.objective.staleness import staleness_weight
 from agentrl.objective.turns import turn_advantages
-from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
-from agentrl.sampling import Supports
-from agentrl.scores import negligible
+from agentrl.records.sampling import Supports
 
 _LARGEST = 3.4028234663852886e38  # largest float32, the dtype of the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembled:
+class AssembledBatch:
     """A batch, and why some of its groups have no samples."""
 
     batch: Batch
-    dropped: Mapping[int, str]  # group index -> reason
+    drop_reasons: Mapping[int, str]  # group index -> reason
 
 
 def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> Assembled:
@@ -62,7 +62,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
         denominator=sum(sum(sample.loss_mask) for sample in samples),
         group_indices=tuple(group.index for group in groups),
     )
-    return Assembled(batch=batch, dropped=dropped)
+    return AssembledBatch(batch=batch, drop_reasons=dropped)
 
 
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
@@ -109,7 +109,7 @@ def _group_samples(
         return [], estimate.dropped
     turns = _turn_credit(group, objective)
     rollouts = [
-        Rollout(scored=scored, score=penalized(scored, penalties), advantage=value or 0.0)
+        CountedEpisode(scored=scored, score=penalized_score(scored, penalties), advantage=value or 0.0)
         for scored, value in zip(group.episodes, estimate.values, strict=True)
         if not scored.episode.left_out and scored.score.value is not None
     ]
@@ -211,7 +211,7 @@ def _sample(
         versions=tuple(versions),
         advantages=() if rewards else tuple(credits),
         rewards=tuple(credits) if rewards else (),
-        supports=Supports.joined(supports),
+        supports=Supports.join(supports),
     )
 
 

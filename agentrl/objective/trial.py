@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agentrl.causes import location, short
+from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
-from agentrl.objective.advantages import checked, estimator
+from agentrl.objective.advantages import check_advantages, load_estimator
 from agentrl.protocols import AdvantageEstimator
-from agentrl.recipe import ObjectiveConfig
 
 
 def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
@@ -54,9 +54,9 @@ def try_loss(objective: ObjectiveConfig) -> None:
     import torch
 
     from agentrl.objective import losses
-    from agentrl.objective.combined import loss_of
+    from agentrl.objective.policy_loss import load_loss
 
-    name, function = objective.loss, loss_of(objective)
+    name, function = objective.loss, load_loss(objective)
     for count in (5, 0):
         logprobs = torch.linspace(-2.0, -0.1, count, requires_grad=True)
         given = losses.LossInput(
@@ -70,7 +70,7 @@ def try_loss(objective: ObjectiveConfig) -> None:
             cap=objective.is_cap if objective.caps_ratio else math.inf,
         )
         try:
-            gain, _ = losses.checked(function(given), given, name)
+            gain, _ = losses.check_surrogate(function(given), given, name)
             if gain.requires_grad:
                 gain.sum().backward()  # type: ignore[no-untyped-call]
         except PluginError as error:

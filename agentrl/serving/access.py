@@ -37,7 +37,7 @@ def headers(key: str) -> dict[str, str]:
 def take_key() -> None:
     """Moves this process's key out of the environment. Raises `KeyError` if there is none."""
     global _expected
-    _expected = _digest(os.environ.pop(VARIABLE).encode())
+    _expected = _digest(os.environ.pop(KEY_VARIABLE).encode())
 
 
 class RequireKey:
@@ -45,7 +45,7 @@ class RequireKey:
 
     def __init__(self, app: _App) -> None:
         if not _expected:
-            raise RuntimeError(f"{VARIABLE} is not set: a server without a key would let every local user replace its weights")
+            raise RuntimeError(f"{KEY_VARIABLE} is not set: a server without a key would let every local user replace its weights")
         self._app, self._expected = app, _expected
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:

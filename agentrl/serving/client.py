@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.errors import ServingError
 from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
-from agentrl.sampling import MAX_SUPPORT, TIES, Sampling, Supports
+from agentrl.records.sampling import MAX_SUPPORT, TIES, Sampling, Supports
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import VLLMServer
-from agentrl.serving.weights import WeightsInService
-from agentrl.serving.wire import UnsentError
+from agentrl.serving.transport import UnsentError
+from agentrl.serving.weight_state import WeightState
 
 _MAX_CONNECTIONS = 8192  # bounds the process's file descriptors; the recipe bounds the episodes
 CUT_S = 30.0
@@ -42,7 +42,7 @@ class TokenClient:
         self,
         url: str,
         *,
-        weights: WeightsInService,
+        weights: WeightState,
         key: str = "",
         max_connections: int = _MAX_CONNECTIONS,
         answered: Callable[[], None] = lambda: None,
@@ -74,14 +74,14 @@ class TokenClient:
             cutting.append(asyncio.create_task(self._cut_off(request_id)))
 
         timer = asyncio.get_running_loop().call_later(timeout_s, cut)
-        within_s = timeout_s + min(CUT_S, max(2.0, timeout_s))
+        within_s = timeout_s + min(CUT_TIMEOUT_S, max(2.0, timeout_s))
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
                 completion = parse_completion(answer, params, cut=bool(cutting))
                 if completion.token_ids:
                     self._answered()
-                await self._weights.settle(span.version for span in completion.versions)
+                await self._weights.wait_verified(span.version for span in completion.versions)
                 return completion
         except TimeoutError:
             raise ServingError(f"request {request_id}: no completion within {timeout_s:g} s") from None
@@ -116,7 +116,7 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         raise ValueError("prompt_ids is empty: a completion needs at least one token of context")
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
-        **distribution(params),
+        **sampling_parameters(params),
         "stop_token_ids": list(params.stop_token_ids),
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         **({"stop": list(params.stop)} if params.stop else {}),
@@ -128,7 +128,7 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         "token_ids": list(prompt_ids),
         "sampling_params": sampling,
         "cache_salt": cache_salt,
-        "priority": priority(len(prompt_ids)),
+        "priority": request_priority(len(prompt_ids)),
     }
 
 
@@ -255,12 +255,12 @@ def in_support(table: dict[int, float], most: int) -> dict[int, float]:
 def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
     """The tokens that could have been sampled at each position. Raises `ServingError`, or `ValueError` for values that a record rejects."""
     rows = []
-    for sampled, table in zip(choice.logprobs.content, alternatives(answer), strict=True):
-        support = in_support(table, params.top_k + TIES)
+    for sampled, table in zip(choice.logprobs.content, parse_alternatives(answer), strict=True):
+        support = proven_support(table, params.top_k + TIES)
         if support.get(sampled.token_id) != sampled.logprob:
             raise ServingError(f"sampled token {sampled.token_id} is not in its support, or has another logprob there")
         rows.append(tuple(support))
-    return Supports.of(rows)
+    return Supports.from_rows(rows)
 
 
 def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:

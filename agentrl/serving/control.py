@@ -17,8 +17,8 @@ import httpx
 from pydantic_core import from_json
 
 from agentrl.errors import RequestRefused, ServingError
-from agentrl.serving.access import headers as access
-from agentrl.serving.wire import UnsentError, Wire
+from agentrl.serving.access import auth_headers as access
+from agentrl.serving.transport import HttpTransport, UnsentError
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ControlPlane:
     ) -> Any:
         """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`, or `UnsentError` if it was not sent."""
         response = await self._answer(method, path, timeout_s=timeout_s, json=json, params=params, headers=headers)
-        return decoded(response.status_code, response.content, f"{self.url}{path}")
+        return decode_answer(response.status_code, response.content, f"{self.url}{path}")
 
     async def _answer(self, method: str, path: str, *, timeout_s: float, **content: Any) -> httpx.Response:
         if self._http.is_closed:
@@ -169,7 +169,7 @@ class ControlPlane:
                 status, content = await self._wire.post(_GENERATE, body)
         except TimeoutError:
             raise ServingError(f"no answer from {where} within {timeout_s:g} s") from None
-        return decoded(status, content, where)
+        return decode_answer(status, content, where)
 
     async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
         # On a new connection: after an error 500 the server closes it, and the next call must not get it from the pool.

@@ -9,25 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec
 from agentrl.errors import ServingError, SwapError
-from agentrl.records import Probe
-from agentrl.sampling import TIES, Sampling
-from agentrl.serving.client import alternatives, distribution, in_support
+from agentrl.records import Probe, codec
+from agentrl.records.sampling import TIES, Sampling
+from agentrl.serving.client import parse_alternatives, proven_support, sampling_parameters
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.server import FIRST, VLLMServer
+from agentrl.serving.server import PROBE_PRIORITY, VLLMServer
 
-FILE = "probe.json"
+PROBE_FILE = "probe.json"
 
 
 def read_probe(folder: Path) -> Probe | None:
     """Returns the learner's logprobs in a version's folder, or None. Raises `ServingError` for an unreadable file."""
     try:
-        return codec.from_json(Probe, (folder / FILE).read_bytes())
+        return codec.from_json(Probe, (folder / PROBE_FILE).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ServingError(f"{folder / FILE} cannot be read: {error}") from error
+        raise ServingError(f"{folder / PROBE_FILE} cannot be read: {error}") from error
 
 
 async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
@@ -44,7 +43,7 @@ async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
         theirs = parse_prompt_logprobs(answer, ids, number)
         differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=True))
     for answer, next_ids, next_logprobs in zip(answers, probe.next_ids, probe.next_logprobs, strict=False):
-        differences += next_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
+        differences += next_token_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 

@@ -19,13 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.causes import in_log
+from agentrl.base.error_text import cause_in_log
+from agentrl.base.files import tail_bytes
+from agentrl.base.liveness import Liveness
+from agentrl.base.processes import openmp_environment
+from agentrl.base.run_lock import hold_shared_lock
+from agentrl.base.secrets import child_environment
 from agentrl.errors import DiskFull, ServingError, UserError
-from agentrl.files import tail
-from agentrl.liveness import Liveness
-from agentrl.processes import openmp
-from agentrl.runlock import hold_part
-from agentrl.secrets import without_secrets
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 
@@ -65,7 +65,7 @@ class ServerProcess(ABC):
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
         self._port: ReservedPort | None = None
-        self.read_s = 0.0  # seconds per prompt token, measured at the start
+        self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
         self.end = ""  # why it counts as dead; empty while it is alive
@@ -92,11 +92,11 @@ class ServerProcess(ABC):
         A server that does not answer counts as one that computes nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
-            self.end = "it died"
+            self.end_reason = "it died"
             return False
         control, health = self._control, await self._control.health(timeout_s=HEALTH_TIMEOUT_S)
         if health == "down":
-            self.end = "its engine died"
+            self.end_reason = "its engine died"
             return False
         await self._check_progress(control, answers=health == "answers")
         self.end = self.liveness.overdue()
@@ -192,13 +192,13 @@ class ServerProcess(ABC):
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)
         self._control = ControlPlane(f"http://{host}:{self._port.number}", key=self.key)
-        part = hold_part(self._folder)
+        part = hold_shared_lock(self._folder)
         try:
             with self.log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command(self._port.number),
-                    env={**without_secrets(os.environ), **self._environment(self._scratch), access.VARIABLE: self.key},
+                    env={**child_environment(os.environ), **self._environment(self._scratch), access.KEY_VARIABLE: self.key},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -300,7 +300,7 @@ def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Even with --enforce-eager one helper would be compiled with g++ during the first request.
         "TORCHDYNAMO_DISABLE": "1",
-        **openmp(cpu_threads, alone=alone),
+        **openmp_environment(cpu_threads, alone=alone),
     }
 
 
@@ -350,7 +350,7 @@ def _unassigned_ports() -> list[int]:
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:
     """Returns the cause in a server's log from byte `start` on, and the fix if there is one."""
     with contextlib.suppress(OSError):
-        return in_log(tail(log_path, most=_LOG_BYTES, start=start))
+        return cause_in_log(tail_bytes(log_path, most=_LOG_BYTES, start=start))
     return "", ""
 
 

@@ -64,7 +64,7 @@ class Routing:
             placed.replica = chosen
             self.loads[chosen] += placed.tokens
             self._tasks.setdefault(placed.task_key, Counter())[chosen] += 1
-        self.grow(episode_id, tokens)
+        self.record_context(episode_id, tokens)
         assert placed.replica is not None, "it was placed"
         return placed.replica
 

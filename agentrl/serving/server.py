@@ -7,17 +7,17 @@ import json
 import time
 from pathlib import Path
 
+from agentrl.base.installation import install_command
+from agentrl.config.recipe import Recipe
 from agentrl.errors import ServingError, UserError
-from agentrl.installation import install_command
-from agentrl.recipe import Recipe
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
-from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command, threads_or_all
-from agentrl.serving.weights import WeightsInService
-from agentrl.weights.model_folder import check_model_files
+from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
+from agentrl.serving.weight_state import WeightState
+from agentrl.version.model_folder import check_model_files
 
-FIRST = -(1 << 62)
-"""Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""
+PROBE_PRIORITY = -(1 << 62)
+"""Priority of a probe: before every completion (`agentrl.serving.client.request_priority`)."""
 WRITE_TOKENS = 16
 """Tokens sampled at the start to measure the time per token."""
 _SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
@@ -35,10 +35,10 @@ class VLLMServer(ServerProcess):
         """
         self.run_dir = run_dir.resolve()
         scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)
-        super().__init__(title(name), folder=self.run_dir, log=log_name(name), scratch=scratch)
+        super().__init__(server_title(name), folder=self.run_dir, log=server_log_name(name), scratch=scratch)
         self.recipe = recipe
         self.model = model.resolve()
-        self.weights = WeightsInService(version)
+        self.weights = WeightState(version)
         self._gpus = gpus
         self._threads: int | None = None  # of the engine on CPU, once the device is known
         self._condemned = ""
@@ -58,7 +58,7 @@ class VLLMServer(ServerProcess):
         if self._process is not None:
             raise ServingError("the inference server is already started")
         serving = self.recipe.serving
-        self._threads = threads_or_all(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
+        self._threads = thread_count(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
         check_model_files(self.model)
         await self._begin(serving.host, serving.port, key="serving.port", timeout_s=serving.startup_timeout_s)
 
@@ -104,8 +104,8 @@ class VLLMServer(ServerProcess):
         return launch_command(arguments, flags, cpu_threads=self._threads)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.judged_apart
-        common = environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
+        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.gate_has_server
+        common = server_environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 
     async def _prepare(self, control: ControlPlane) -> None:
@@ -126,7 +126,7 @@ class VLLMServer(ServerProcess):
         self.token_s = (time.monotonic() - start) / tokens
 
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
-        await control.generate({"token_ids": [0] * tokens, "sampling_params": _SAMPLING, "priority": FIRST}, timeout_s=timeout_s)
+        await control.generate({"token_ids": [0] * tokens, "sampling_params": _SAMPLING, "priority": PROBE_PRIORITY}, timeout_s=timeout_s)
 
 
 def title(name: str) -> str:

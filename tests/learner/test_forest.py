@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from agentrl.learner import forest_attention
-from agentrl.learner.forest import lay_out
+from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout, register
-from agentrl.learner.logprobs import TokenScorer
-from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches
+from agentrl.learner.token_scorer import TokenScorer
 from agentrl.records import Sample
 from tests.learner.building import VOCABULARY, tiny_config
 
@@ -132,7 +132,7 @@ def test_recomputing_layers_changes_no_gradient() -> None:
         model = _model("qwen3", register()).train()
         if recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        batch = micro_batch(tuple(_samples(3)), CPU)
+        batch = build_micro_batch(tuple(_samples(3)), CPU)
         logprobs, _ = TokenScorer(model)(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         (logprobs[batch.expand] * batch.advantages).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
@@ -146,7 +146,7 @@ def test_the_block_kernel_gives_the_numbers_of_the_branch_kernel(window: int | N
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(forest_attention, "_flex", lambda: flex_attention)
-    layout = ForestLayout(lay_out([sample.token_ids for sample in _samples(2)]), CPU)
+    layout = ForestLayout(build_forest([sample.token_ids for sample in _samples(2)]), CPU)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, layout.length, 16, dtype=torch.float64) for heads in (4, 2, 2))
     found = forest_attention._by_branch(query, key, value, layout, 0.3, window)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from agentrl.base.liveness import Liveness
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess

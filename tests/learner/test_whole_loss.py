@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from agentrl.config import ObjectiveConfig
 from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import TokenScorer
-from agentrl.learner.packing import micro_batch, minibatches, plan
-from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, policy_loss
-from agentrl.recipe import ObjectiveConfig
+from agentrl.learner.packing import build_micro_batch, plan_micro_batches, split_minibatches
+from agentrl.learner.token_scorer import TokenScorer
+from agentrl.objective.aggregate import loss_denominator
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.records import Batch, Sample
 from tests.learner.test_forest import CPU, _model
-from tests.objective.test_combined import by_hand
+from tests.objective.test_policy_loss import by_hand
 
 TEMPERATURE, LENGTH = 0.7, 13
 OBJECTIVES: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def _samples(rng: random.Random) -> tuple[Sample, ...]:
 def _tokens(logprobs: Tensor, entropy: Tensor, objective: ObjectiveConfig, **constants: Tensor) -> TrainedTokens:
     """Proximal policy and reference lie a fixed way from the policy, so that both computations know them."""
     proximal = logprobs.detach() - 0.1 if objective.proximal == "recompute" else None
-    return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, reference=logprobs.detach() + 0.2, **constants)
+    return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, kl_reference=logprobs.detach() + 0.2, **constants)
 
 
 def _plain(model: nn.Module, rows: tuple[Sample, ...], objective: ObjectiveConfig) -> TrainedTokens:

@@ -1,0 +1,192 @@
+"""Checks each optimizer step against the limits of the recipe, and skips, rolls back or halts.
+
+All ranks check the same metrics (already summed over ranks), so they decide alike without communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from agentrl.config.recipe import LearnerConfig
+from agentrl.errors import LearnerHalted
+from agentrl.records import Batch, Group
+from agentrl.records.fields import Record, Text
+
+SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
+_SEVERITY = (SKIP, ROLLBACK, HALT)
+_METRICS = {
+    "max_kl": "kl_behaviour",
+    "max_kl_reference": "kl_reference",
+    "min_entropy": "entropy",
+    "max_clip_fraction": "clip_fraction",
+    "max_ratio": "ratio_max",
+    "max_mismatch_kl": "mismatch_kl",
+    "max_grad_norm": "grad_norm",
+    "min_effective_sample_size": "ess",
+}
+REFUSE_ALL = -1.0  # as the largest accepted gradient norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCounts(Record):
+    """Counts of a run's setbacks; part of every checkpoint."""
+
+    bad_in_a_row: int = 0  # optimizer steps of the policy skipped since the last applied one
+    critic_bad_in_a_row: int = 0
+    bad_groups: int = 0  # in the whole run
+    rollbacks: int = 0  # in the whole run
+    undone: int = 0  # steps by which rollbacks have set back the learning rate's schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setback(Record):
+    """A skipped group or optimizer step: a line of `failures/updates.jsonl`."""
+
+    step: int
+    action: str  # skip, rollback or halt
+    what: str  # group, critic, policy or gate: the group, or whose optimizer step
+    reasons: tuple[Text, ...]
+    groups: tuple[int, ...]
+    episodes: tuple[str, ...]
+    metrics: Mapping[str, float | None]  # of the optimizer step; None means not finite
+
+
+class Guard:
+    """Checks each optimizer step before its gradient is applied, and counts setbacks.
+
+    `counts` is saved in the checkpoint, so a run that is resumed repeatedly still stops at its limits.
+    """
+
+    def __init__(self, learner: LearnerConfig, counts: FailureCounts = FailureCounts()) -> None:
+        self.counts = counts
+        self.rolling_back = False  # the current step must be undone
+        self.sound = False  # the weights at the start of the current step passed every check
+        self._learner = learner
+        self._limits = learner.limits.named
+        self._setbacks: list[Setback] = []
+        self._checked = 0
+
+    def begin_step(self) -> None:
+        """Starts a new step."""
+        self.rolling_back, self.sound, self._checked = False, False, 0
+
+    def drain(self) -> tuple[Setback, ...]:
+        """Returns the setbacks since the last call."""
+        setbacks, self._setbacks = tuple(self._setbacks), []
+        return setbacks
+
+    def leave_out(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
+        """Records the groups that `assemble` dropped because a number was not finite; returns their number.
+
+        Raises `LearnerHalted` once the run has `learner.max_bad_groups` of them.
+        """
+        bad = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
+        for group in bad:
+            self._setbacks.append(
+                UpdateFailure(
+                    step=step,
+                    action=SKIP,
+                    what="group",
+                    reasons=(dropped[group.index],),
+                    groups=(group.index,),
+                    episodes=tuple(scored.episode.id for scored in group.episodes),
+                    metrics={},
+                )
+            )
+        self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(bad))
+        if bad and self.counts.bad_groups >= self._learner.max_bad_groups:
+            raise LearnerHalted(
+                f"step {step}: {self.counts.bad_groups} groups were excluded because a number was not finite (learner.max_bad_groups);"
+                " failures/updates.jsonl lists them. Look for a verifier that returns infinity, or a server with wrong logprobs"
+            )
+        return len(bad)
+
+    def bound(self, metrics: Mapping[str, float]) -> float:
+        """Returns the largest gradient norm that may be applied, given the other metrics; negative if no gradient may be."""
+        if self._violations(metrics):
+            return REFUSE_ALL
+        limit = self._limits.get("max_grad_norm")
+        return math.inf if limit is None else limit.at
+
+    def settle(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+        """Records an optimizer step of the policy. `metrics` include `grad_norm`, NaN if it is not finite.
+
+        Raises `LearnerHalted` if a limit demands it or `learner.max_bad_updates` steps in a row were skipped.
+        """
+        self.sound = self.sound or (applied and self._checked == 0)
+        self._checked += 1
+        if applied:
+            self.counts = replace(self.counts, bad_in_a_row=0)
+            return
+        violations = self._violations(metrics)
+        action = max((action for _, action in violations), key=_SEVERITY.index)
+        reasons = tuple(reason for reason, _ in violations)
+        if action == ROLLBACK and self.counts.rollbacks >= self._learner.limits.max_rollbacks:
+            action = HALT
+            reasons += (f"{self.counts.rollbacks} rollbacks were made, learner.limits.max_rollbacks allows no more",)
+        self._setbacks.append(_setback(part, action, "policy", reasons, metrics))
+        if action == HALT:
+            raise LearnerHalted(
+                f"step {part.step}: {'; '.join(reasons)}. The run stops before this update, with the weights of version {part.step}."
+                " Resume it with other learner.limits, or see failures/updates.jsonl"
+            )
+        if action == ROLLBACK:
+            self.rolling_back = True
+            self.counts = replace(self.counts, rollbacks=self.counts.rollbacks + 1, bad_in_a_row=0)
+            return
+        self.counts = replace(self.counts, bad_in_a_row=self.counts.bad_in_a_row + 1)
+        self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)
+
+    def record_critic_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+        """Records an optimizer step of the critic; see `settle`."""
+        if applied:
+            self.counts = replace(self.counts, critic_bad_in_a_row=0)
+            return
+        reasons = ("the critic's gradient is not finite",)
+        self._setbacks.append(_setback(part, SKIP, "critic", reasons, metrics))
+        self.counts = replace(self.counts, critic_bad_in_a_row=self.counts.critic_bad_in_a_row + 1)
+        self._stop_at(self.counts.critic_bad_in_a_row, part, "optimizer steps of the critic", reasons)
+
+    def _stop_at(self, in_a_row: int, part: Batch, what: str, reasons: Sequence[str]) -> None:
+        if in_a_row >= self._learner.max_bad_updates:
+            raise LearnerHalted(
+                f"step {part.step}: {in_a_row} {what} in a row were skipped (learner.max_bad_updates), the last because"
+                f" {'; '.join(reasons)}; the weights are those of the last applied update. Lower learner.lr, or look for damaged weights or"
+                " experience: failures/updates.jsonl lists the episodes"
+            )
+
+    def _violations(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Reason and action for each metric that is not finite or beyond its limit; missing metrics are not checked.
+
+        NaN violates every limit on its metric.
+        """
+        violations = []
+        if metrics.get("advantages_not_finite"):
+            violations.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
+        for name, what in (("loss", "the loss is"), ("grad_norm", "the gradient is")):
+            if not math.isfinite(metrics.get(name, 0.0)):
+                violations.append((f"{what} not finite", SKIP))
+        for name, limit in self._limits.items():
+            metric, is_minimum = _METRICS[name], name.startswith("min_")
+            if metric not in metrics:
+                continue
+            value, bound = metrics[metric], f"learner.limits.{name}.at={limit.at:g}"
+            if math.isnan(value):
+                violations.append((f"{metric} is not a number, so {bound} cannot be checked", limit.action))
+            elif value < limit.at if is_minimum else value > limit.at:
+                violations.append((f"{metric} {value:.4g} is {'below' if is_minimum else 'above'} {bound}", limit.action))
+        return violations
+
+
+def _setback(part: Batch, action: str, what: str, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> UpdateFailure:
+    return UpdateFailure(
+        step=part.step,
+        action=action,
+        what=what,
+        reasons=reasons,
+        groups=part.group_indices,
+        episodes=tuple(dict.fromkeys(sample.episode_id for sample in part.samples)),
+        metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
+    )

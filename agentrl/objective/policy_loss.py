@@ -1,0 +1,135 @@
+"""The loss of a recipe: surrogate, off-policy correction, KL term and entropy bonus, aggregated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.config.recipe import ObjectiveConfig
+from agentrl.objective import losses
+from agentrl.objective.aggregate import Segments, token_weights
+from agentrl.objective.corrections import importance_weights
+from agentrl.objective.kl import k3, kl_term
+from agentrl.objective.metrics import token_statistics
+from agentrl.plugins import parts
+from agentrl.protocols import Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """The sampled tokens of a micro-batch, in complete sequences. All tensors are [N]."""
+
+    logprobs: Tensor  # of the trained policy, at the sampling temperature and over the sampled support; has a gradient
+    behaviour: Tensor  # of the behaviour policy
+    advantages: Tensor
+    sequence: Tensor  # int64; tokens with the same number are one sequence
+    proximal: Tensor | None = None  # of the weights at the start of the step; None uses the behaviour policy's
+    reference: Tensor | None = None  # of the KL reference model, if there is a KL term
+    same: Tensor | None = None  # bool: sampled by the weights at the start of the step; None means unknown
+    entropy: Tensor | None = None  # of the trained policy, nats; has a gradient if there is an entropy bonus
+    rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None means that every sequence is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """The result of `policy_loss`."""
+
+    loss: Tensor  # [] this micro-batch's share of the loss; differentiable
+    sums: Tensor  # [len(metrics.SUM_NAMES)] float64, to add over micro-batches and ranks
+    maxima: Tensor  # [len(metrics.MAX_NAMES)] float64, to maximize over micro-batches and ranks
+
+
+def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominator: float, surrogate: Loss | None = None) -> PolicyLoss:
+    """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
+
+    J is the surrogate (`objective.loss`) of the ratio r = pi / pi_prox, w the correction for pi_prox / mu
+    (`agentrl.objective.corrections`), KL the term of `agentrl.objective.kl`, H the entropy, c and the denominator those of
+    `agentrl.objective.aggregate`.
+
+    Without a proximal policy the ratio is pi / mu and w is 1. That is right for a single optimizer step per batch: with pi_prox = pi the
+    ratio would be 1 everywhere, and stale tokens would never be clipped. With several optimizer steps per batch, pass the logprobs from
+    the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for staleness and for
+    numerical differences between server and learner.
+
+    `surrogate` is `loss_of(objective)`, if the caller has loaded it. Raises `ValueError` if the denominator is not positive or a required
+    tensor is missing, and `PluginError` if the loss returns a wrong shape.
+    """
+    if not denominator > 0:
+        raise ValueError(f"denominator must be positive, got {denominator}")
+    dtype = tokens.logprobs.dtype
+    segments = Segments.of(tokens.sequence)
+    behaviour = tokens.behaviour.to(dtype)
+    centre = behaviour if tokens.proximal is None else tokens.proximal.to(dtype).detach()
+    gap = tokens.logprobs - centre
+    weight, cut = importance_weights(
+        centre - behaviour,
+        segments,
+        correction=objective.correction,
+        level=objective.is_level,
+        cap=objective.is_cap,
+        floor=objective.is_floor,
+    )
+    given = losses.LossInput(
+        log_ratio=gap,
+        logprobs=tokens.logprobs,
+        advantages=tokens.advantages.to(dtype),
+        sequence=tokens.sequence,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        cap=objective.is_cap if objective.caps_ratio else math.inf,
+    )
+    gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(given), given, objective.loss)
+    per_token = -(weight * gain) + _penalty(tokens, objective)
+    counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
+    loss = (counts * per_token).sum() / denominator
+    with torch.no_grad():
+        side = segments.mean(gap) if objective.loss == "gspo" else gap  # log of the ratio that is clipped and capped
+        if objective.caps_ratio:
+            cut = cut | (side > math.log(objective.is_cap))
+        sums, maxima = token_statistics(
+            tokens.logprobs - behaviour,
+            clipped=clipped,
+            high=side > 0,
+            cut=cut,
+            entropy=tokens.entropy,
+            same=_mismatch(tokens),
+            kl_reference=None if tokens.kl_reference is None else k3(tokens.logprobs, tokens.kl_reference.to(dtype)),
+            is_cap=objective.is_cap,
+        )
+    return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
+
+
+def loss_of(objective: ObjectiveConfig) -> Loss:
+    """Returns the loss in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
+    loss: Loss = parts.load(parts.LOSS, objective.loss, objective.loss_options)
+    return loss
+
+
+def _mismatch(tokens: TrainedTokens) -> Tensor | None:
+    """[N] float64: k3 of KL(server || learner) if both used the same weights, NaN otherwise.
+
+    The learner's logprobs are the proximal policy's. Without one they are the policy's, and the caller passes `same` only while the policy
+    is unchanged.
+    """
+    if tokens.on_policy is None:
+        return None
+    ours = tokens.logprobs if tokens.proximal is None else tokens.proximal
+    return k3(tokens.behaviour.double(), ours.detach().double()).masked_fill(~tokens.on_policy, math.nan)
+
+
+def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:
+    """The KL and entropy terms, [N]."""
+    total = torch.zeros_like(tokens.logprobs)
+    if objective.kl in ("k1", "k2", "k3"):
+        if tokens.reference is None:
+            raise ValueError(f"objective.kl={objective.kl} needs the logprobs of the KL reference model")
+        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.reference.to(total.dtype))
+    if objective.entropy_coef:
+        if tokens.entropy is None or not (tokens.entropy.requires_grad or not torch.is_grad_enabled()):
+            raise ValueError("objective.entropy_coef needs entropies with a gradient")
+        total = total - objective.entropy_coef * tokens.entropy
+    return total

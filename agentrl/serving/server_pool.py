@@ -1,0 +1,298 @@
+"""One policy on several servers. An episode stays with the server that has its context cached, unless that server is lost.
+
+Staleness stays bounded: `version` is what all answering servers have reached, and what rollouts wait for. A server with an older version
+(it started while the others swapped) gets no request until it has caught up. So whatever is sampled after `version` was n was sampled
+with n or newer weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl.config.recipe import Recipe
+from agentrl.errors import ServerDied, ServingError, SwapError
+from agentrl.protocols import CacheUse, VersionRegistry
+from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
+from agentrl.serving.routing import EpisodeRouter
+from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving, version_to_serve
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""Seconds between two checks for servers that have come back."""
+
+_Take = Callable[[SupervisedServer, PolicyVersion], Awaitable[SwapReport | None]]
+
+
+class ReplicatedPolicy:
+    """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights and separate caches.
+
+    A request that a dying server never received goes to another one; requests in flight on it fail, as with a single server. A server that
+    died too often is abandoned, and `watch` raises if none is left.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        registry: VersionRegistry,
+        *,
+        gpus: Sequence[str] = (),
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty inherits the driver's. `alert`: as for `ServedPolicy`."""
+        count = recipe.serving.replicas
+        self.version = -1
+        self.sha256 = ""
+        self._recipe, self._registry, self._alert = recipe, registry, alert
+        self._replicas = [
+            SupervisedServer(
+                recipe, run_dir, registry, gpus=gpus[number] if gpus else None, name=str(number), newest=self._newest, alert=alert
+            )
+            for number in range(count)
+        ]
+        self._routing = Routing(count, apart=alike_together(recipe))
+        self._sampled = [0] * count  # tokens since the last call of `figures`
+        self._floor = -1  # a server with an older version gets no request: `version`, or less during a fall-back
+        self._moving = asyncio.Lock()  # one version at a time is loaded
+        self._looking = asyncio.Lock()  # one waiting request looks for a server on behalf of all
+        self._changed = asyncio.Condition()
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all servers."""
+        return sum(replica.restarts for replica in self._replicas)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per sampled token of the slowest server."""
+        return max(replica.token_s for replica in self._replicas)
+
+    @property
+    def cache_use(self) -> CacheUse | None:
+        """Cache use of the servers that answer. It counts as a new reading when all of them have been read again."""
+        uses = [replica.cache_use for replica in self._replicas if replica.open and replica.cache_use is not None]
+        if not uses:
+            return None
+        return CacheUse(reading=min(use.reading for use in uses), shares=tuple(share for use in uses for share in use.shares))
+
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
+        """Starts all servers concurrently. Raises as `ServedPolicy.start` does if one of them cannot start."""
+        async with asyncio.TaskGroup() as starting:
+            for replica in self._replicas:
+                starting.create_task(replica.start(version, await_probe=await_probe))
+        await self._set_version(version)
+
+    @contextmanager
+    def episode(self, episode_id: str, task_key: str) -> Iterator[None]:
+        """Assigns the requests of an episode in the block to one server."""
+        self._routing.begin(episode_id, task_key)
+        try:
+            yield
+        finally:
+            self._routing.end(episode_id)
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Samples from the episode's server."""
+        episode_id = request_id.rpartition("-")[0]
+        while True:
+            ready = self._ready() or await self._wait_ready()
+            number = self._routing.choose(episode_id, len(prompt_ids), able=ready, full=self._full())
+            completion = await self._replicas[number].answer(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            if completion is not None:
+                self._routing.record_context(episode_id, len(prompt_ids) + len(completion.token_ids))
+                self._sampled[number] += len(completion.token_ids)
+                return completion
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Loads a published version into one server, and if its probe agrees into the others concurrently.
+
+        A server that dies meanwhile catches up later. One that rejects what another has loaded is replaced. Returns the longest stall and
+        the largest difference. Raises `SwapError` if the first server rejects the version three times; then all serve the old version.
+        """
+        async with self._moving:
+            start, former = time.perf_counter(), self._registry.get(self.version)
+            try:
+                reports = await self._move(version, SupervisedServer.load_version)
+            except SwapError:
+                await self._restore(former)
+                raise
+            mark_serving(self._registry, version)
+            await self._set_version(version)
+        return SwapReport(
+            version=version.number,
+            stall_ms=max(report.stall_ms for report in reports),
+            total_ms=1000 * (time.perf_counter() - start),
+            probe_max_abs_diff=max(report.probe_max_abs_diff for report in reports),
+        )
+
+    async def fall_back(self, version: PolicyVersion) -> None:
+        """Serves `version`, published earlier, instead of one that the learner has retracted."""
+        async with self._moving:
+            self._floor = min(self._floor, version.number)
+            await self._move(version, SupervisedServer.load_or_restart)
+            mark_serving(self._registry, version)
+            await self._set_version(version)
+
+    async def wait_version(self, number: int) -> None:
+        """Returns when every answering server serves version `number` or a newer one."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version >= number)
+
+    async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
+        """Restarts servers that die, with the version that the others serve. Ends only by cancellation or `ServingError`."""
+        async with asyncio.TaskGroup() as watching:
+            abandoned: list[int] = []
+            for number in range(len(self._replicas)):
+                watching.create_task(self._keep(number, abandoned, on_loss))
+            watching.create_task(self._catch_up())
+
+    def figures(self) -> dict[str, float]:
+        """Returns metrics of the servers; sampled tokens are counted since the last call."""
+        sampled, self._sampled = self._sampled, [0] * len(self._replicas)
+        figures: dict[str, float] = {"replicas_able": len(self._ready()), "episodes_moved": self._routing.moved}
+        for number, replica in enumerate(self._replicas):
+            figures[f"replica{number}_tokens"] = sampled[number]
+            figures[f"replica{number}_load"] = self._routing.loads[number]
+            figures[f"replica{number}_restarts"] = replica.restarts
+            if replica.cache_use is not None:
+                figures[f"replica{number}_cache_use"] = max(replica.cache_use.shares)
+        return figures
+
+    async def close(self) -> None:
+        """Stops all servers."""
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
+
+    def _ready(self) -> list[int]:
+        """Servers that may get a request now."""
+        return [number for number, replica in enumerate(self._replicas) if replica.open and replica.version >= self._floor]
+
+    def _full(self) -> list[int]:
+        """Servers whose caches have no room for another episode, by the newest readings."""
+        most, uses = self._recipe.rollout.max_cache_use, [replica.cache_use for replica in self._replicas]
+        return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= most]
+
+    async def _wait_ready(self) -> list[int]:
+        """Waits until `_ready` has a server. Raises `ServingError`."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s), self._looking:
+                while not (ready := self._ready()):
+                    await asyncio.sleep(LOOK_S)
+                return ready
+        except TimeoutError:
+            raise ServerDied("no inference server came back") from None
+
+    async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
+        """Loads a version into every server. Raises `SwapError`; then some may have it."""
+        reports = [await self._first(version, take)]
+        while late := self._late(version):
+            done = await asyncio.gather(*(self._follow(replica, version, take) for replica in late), return_exceptions=True)
+            if (failed := next((result for result in done if isinstance(result, BaseException)), None)) is not None:
+                raise failed
+            reports += [result for result in done if not isinstance(result, BaseException)]
+        return [report for report in reports if report is not None]
+
+    async def _first(self, version: PolicyVersion, take: _Take) -> SwapReport | None:
+        """Loads a version into one server, or into another one if it dies meanwhile."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s) as deadline:
+                while True:
+                    replica = next((replica for replica in self._replicas if replica.open), None)
+                    if replica is None:
+                        await asyncio.sleep(LOOK_S)
+                        continue
+                    deadline.reschedule(None)  # the swap has separate deadlines
+                    try:
+                        return await take(replica, version)
+                    except ServerLost as error:
+                        log.warning("the swap to version %d continues with another server: %s", version.number, error)
+                        deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
+        except TimeoutError:
+            raise ServerDied("no inference server came back") from None
+
+    async def _follow(self, replica: ServedPolicy, version: PolicyVersion, take: _Take) -> SwapReport | None:
+        """Loads a version that another server serves. Raises `SwapError` if the version was retracted meanwhile."""
+        try:
+            return await take(replica, version)
+        except ServerLost:
+            return None  # it catches up later
+        except SwapError as error:
+            if self._registry.get(version.number) != version:
+                raise
+            log.warning("%s is replaced: it rejects version %d, which another server serves: %s", replica.what, version.number, error)
+            replica.condemn(f"it rejects version {version.number}")
+            return None
+
+    async def _restore(self, former: PolicyVersion | None) -> None:
+        """Restores the served version on servers that have loaded a rejected one."""
+        if former is None or former.sha256 != self.sha256:
+            return  # it was retracted too, and the run falls back to another one
+        for replica in self._late(former):
+            try:
+                await replica.load_or_restart(former)
+            except SwapError as error:
+                replica.condemn(f"it cannot restore version {former.number}: {error}")
+
+    def _late(self, version: PolicyVersion) -> list[ServedPolicy]:
+        """Answering servers with another version."""
+        wanted = (version.number, version.sha256)
+        return [replica for replica in self._replicas if replica.accepts_requests and (replica.version, replica.sha256) != wanted]
+
+    async def _catch_up(self) -> None:
+        """Loads the served version into servers that missed its swap."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._moving.locked():
+                continue
+            async with self._moving:
+                version = self._registry.get(self.version)
+                if version is None or version.sha256 != self.sha256:
+                    continue  # it was retracted, and the run falls back to another one
+                for replica in self._late(version):
+                    try:
+                        await self._follow(replica, version, SupervisedServer.load_or_restart)
+                    except SwapError as error:
+                        log.warning("%s stays behind version %d: %s", replica.title, version.number, error)
+
+    async def _keep(self, number: int, abandoned: list[int], on_loss: Callable[[], Awaitable[None]]) -> None:
+        """Watches one server until it is abandoned. Raises `ServingError` if it was the last one."""
+        replica = self._replicas[number]
+        try:
+            await replica.watch(on_loss=on_loss)
+        except ServingError as error:
+            await replica.close()
+            abandoned.append(number)
+            if len(abandoned) == len(self._replicas):
+                raise
+            self._alert(f"{replica.what} is abandoned, and the run continues without it: {error}")
+
+    def _newest(self) -> PolicyVersion | None:
+        """The version that a restarted server loads: what the others serve, or if none answers, what a single server would load."""
+        current = self._registry.get(self.version)
+        if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
+            return current
+        version = to_serve(self._registry)
+        if version is not None and version.number < self.version and not any(replica.open for replica in self._replicas):
+            self.version, self.sha256, self._floor = version.number, version.sha256, version.number
+        return version
+
+    async def _set_version(self, version: PolicyVersion) -> None:
+        """Records that the run serves `version` from now on."""
+        self.version, self.sha256, self._floor = version.number, version.sha256, version.number
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def alike_together(recipe: Recipe) -> int:
+    """Returns how many contexts a server may be ahead and still get an episode of a task that it has.
+
+    That is a group, so groups stay together, but at most the server's share of the episodes in flight, so a few large groups are split.
+    """
+    rollout, servers = recipe.rollout, recipe.serving.replicas
+    in_flight = min(rollout.concurrency, rollout.group_size * rollout.groups_per_step)
+    return max(1, min(rollout.group_size, in_flight // servers))

@@ -1,0 +1,67 @@
+"""The driver's state of a server's weights, which token client and weight channel share."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable
+
+from agentrl.errors import ServingError
+
+
+class WeightState:
+    """The serving version, the one on probation after a swap, and the salt that separates their cached prefixes.
+
+    New weights are on probation until their probe agrees; tokens that they sample are withheld until then (`settle`), so nothing sampled by
+    rejected weights reaches an episode.
+
+    Keys and values cached under older weights must not be used with newer ones. Resetting vLLM's prefix cache would restart every request
+    in flight; a new `cache_salt` per swap makes old entries unreachable instead. A request in flight keeps its keys and values.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.cache_salt = _salt(number)
+        self._probation: int | None = None
+        self._rejected: set[int] = set()
+        self._decided = asyncio.Event()  # read only during probation
+
+    @property
+    def on_probation(self) -> int | None:
+        """The version that answers but is not yet verified."""
+        return self._probation
+
+    def begin_probation(self, number: int) -> None:
+        """Starts the probation of `number`; its weights are loaded and the server is paused."""
+        self._probation = number
+        self._rejected.discard(number)
+        self.cache_salt = _salt(number)
+        self._decided.clear()
+
+    def accept(self, number: int) -> None:
+        """Makes `number` the serving version, because the probe agreed."""
+        self.number = number
+        self._end_probation()
+
+    def refuse(self) -> None:
+        """Rejects the version on probation, if any: everything it sampled is void."""
+        if self._probation is not None:
+            self._rejected.add(self._probation)
+        self.cache_salt = _salt(self.number)
+        self._end_probation()
+
+    async def settle(self, versions: Iterable[int]) -> None:
+        """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` if one was rejected."""
+        versions = frozenset(versions)
+        while self._probation in versions:
+            await self._decided.wait()
+        if rejected := versions & self._rejected:
+            raise ServingError(f"sampled with weights that were rejected after the swap (version {min(rejected)})")
+
+    def _end_probation(self) -> None:
+        self._probation = None
+        self._decided.set()
+
+
+def _salt(number: int) -> str:
+    return f"v{number}-{uuid.uuid4().hex}"

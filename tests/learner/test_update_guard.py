@@ -1,0 +1,32 @@
+"""Limits and figures that are not numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from agentrl.learner.guard import _METRICS as METRICS
+from agentrl.learner.guard import REFUSE_ALL, Guard
+from agentrl.recipe import LearnerConfig, Limit, LimitsConfig
+from agentrl.records import Batch
+
+PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
+    """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
+    bound = 5.0 if name == "max_ratio" else 0.5
+    guard = Guard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
+    metrics = {"loss": 0.1, METRICS[name]: math.nan}
+    assert guard.bound(metrics) == REFUSE_ALL
+    guard.settle(PART, metrics, applied=False)
+    assert guard.rolling_back, "the limit's own action, not that of a loss which is not finite"
+    (setback,) = guard.drain()
+    assert setback.reasons[-1] == f"{METRICS[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
+
+
+def test_a_figure_without_a_limit_or_without_a_value_stops_nothing() -> None:
+    guard = UpdateGuard(LearnerConfig(limits=LimitsConfig(max_kl_reference=Limit(at=0.5))))
+    assert guard.largest_norm({"loss": 0.1, "entropy": math.nan}) == math.inf
