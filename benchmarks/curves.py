@@ -1,8 +1,8 @@
 """Learning curves side by side: what one setting changes in a run, and what is only noise between seeds.
 
-    python benchmarks/quickstart.py --seeds 0 1 2 --runs runs/shared
-    python benchmarks/quickstart.py --seeds 0 1 2 --runs runs/flat learner.share_prefixes=false
-    python benchmarks/curves.py shared=runs/shared flat=runs/flat
+    python benchmarks/quickstart.py --seeds 0 1 2 --runs runs/one
+    python benchmarks/quickstart.py --seeds 0 1 2 --runs runs/two learner.minibatches=2
+    python benchmarks/curves.py one=runs/one two=runs/two
 
 Each argument is a name and a folder of finished run folders, one a seed. Prints a Markdown table: the reward of training episodes
 in blocks of steps and held-out success at the end, as mean over seeds with range, and the difference to the first contender with

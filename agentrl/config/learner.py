@@ -110,8 +110,6 @@ class LearnerConfig(Section):
     """Optimizer steps per batch; above 1 the later ones are off-policy and the ratio clip matters."""
     max_tokens_per_microbatch: int = resumable(16384, ge=16)
     """Tokens in one forward/backward pass on one rank; there is no padding, and a shared token counts once."""
-    share_prefixes: bool = True
-    """Tokens that samples begin with in common (a group's prompt, the history of turns) are computed once, forward and backward."""
     gradient_checkpointing: bool | None = resumable(None)
     """Recompute layers in the backward pass: less memory, about a third more arithmetic. None: on CUDA only."""
     kernels: Literal["torch", "liger"] = "torch"

@@ -29,8 +29,6 @@ class PolicyConfig(Section):
 
 
 class ServingConfig(Section):
-    engine: Literal["vllm"] = "vllm"
-    """Inference server."""
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port and a key/value cache of its own, and on GPUs with a GPU of its own. An episode
     stays with the one that has its context cached, unless that one dies."""

@@ -1,4 +1,7 @@
-"""The gate's own server of the policy: it keeps the version that is judged, while the policy's servers go on with newer ones."""
+"""The gate's server of the policy (`gate.server=own`).
+
+It keeps the version under evaluation, while the policy's servers continue with newer versions.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from agentrl.serving.supervisor import SupervisedServer
 log = logging.getLogger(__name__)
 
 NAME = "gate"
-"""Of the server: its log is logs/server-gate.log."""
+"""Name of the server; its log is logs/server-gate.log."""
 
 
 class GateServer:
-    """A supervised vLLM server that takes in the versions it is given, and no others. `start` it before `serve`."""
+    """A supervised vLLM server that serves the requested versions only. Call `start` before `serve`."""
 
     def __init__(
         self,
@@ -29,35 +32,38 @@ class GateServer:
         gpus: str | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver. `alert`: as for `SupervisedServer`."""
-        recipe = recipe.but({"serving.port": 0}) if recipe.serving.port else recipe  # that one is the policy's
+        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's. `alert`: as for `ServedPolicy`."""
+        recipe = recipe.but({"serving.port": 0}) if recipe.serving.port else recipe  # the policy's server has that port
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
         self.policy = SupervisedServer(recipe, run_dir, registry, gpus=gpus, name=NAME, newest=self._newest, alert=alert)
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts it with the weights of a version. Raises what `SupervisedServer.start` does."""
+        """Starts it with the weights of a version. Raises as `ServedPolicy.start` does."""
         self._version = version
         await self.policy.start(version, await_probe=await_probe)
 
     async def serve(self, version: PolicyVersion) -> None:
-        """Returns once it serves this version. Raises `SwapError` where it refuses it, and `ServingError` where it does not come back."""
+        """Returns when it serves this version. Raises `SwapError` if it rejects it, and `ServingError` if it does not come back."""
         self._version = version
         if (self.policy.version, self.policy.sha256) != (version.number, version.sha256):
             await self.policy.load_with_retries(version)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts it when it dies, with the version that it was given last, or with version 0, whose weights always stay, where those are
-        gone: then that one is not judged any more. Ends only by cancellation or `ServingError`."""
+        """Restarts it with the latest requested version when it dies, or with version 0 if that version's weights are gone.
+
+        Ends only by cancellation or `ServingError`.
+        """
         await self.policy.watch(on_loss=on_loss)
 
     async def close(self) -> None:
+        """Stops the server."""
         await self.policy.close()
 
     def _newest(self) -> PolicyVersion | None:
-        given = self._version
-        if given is None or given.number == 0:
-            return given
-        known = self._registry.get(given.number)
-        there = known is not None and known.sha256 == given.sha256 and (self._run_dir / given.folder / "probe.json").exists()
-        return given if there else self._registry.get(0)
+        version = self._version
+        if version is None or version.number == 0:
+            return version
+        known = self._registry.get(version.number)
+        exists = known is not None and known.sha256 == version.sha256 and (self._run_dir / version.folder / "probe.json").exists()
+        return version if exists else self._registry.get(0)

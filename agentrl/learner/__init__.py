@@ -1,7 +1,4 @@
-"""From batches of experience to new policy versions: the DeepSpeed engine, its process, checkpoints and published weights.
-
-The modules that hold tensors import torch and deepspeed, so import them directly; this package itself imports nothing heavy.
-"""
+"""The DeepSpeed learner: turns batches into new policy versions. Import the modules that use torch directly; this package is light."""
 
 from agentrl.learner.process import LearnerProcess
 

@@ -1,8 +1,8 @@
-"""Sending published weights to the server over NCCL, and reconnecting when the server was restarted.
+"""Sends published weights to the server over NCCL.
 
-The driver writes the address and key of its server to `server.json` (`agentrl.serving.supervisor`); without a server there is no such file.
-A broken channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an error,
-is restarted from its checkpoint, and brings the server up to date before it goes on."""
+The driver writes the server's address and key to `server.json`. A broken channel cannot be repaired in place, because the remaining
+members are stuck in a collective: the learner ends with an error, restarts from its checkpoint and updates the server first.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _ASK_S = 30.0
 class Channel(Protocol):
     """The result of `agentrl.learner.nccl_source.connect`."""
 
-    def send_weights(self) -> None: ...
+    def send_weights(self) -> None:
+        """Sends all weights. A collective."""
 
 
 Connect = Callable[[PolicyEngine, ServerAddress, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
@@ -48,9 +49,9 @@ class Broadcaster:
         self._channel: Channel | None = None
 
     def send(self, number: int) -> None:
-        """Sends the engine's weights as version `number`; returns once the server has loaded them.
+        """Sends the engine's weights as version `number`; returns when the server has loaded them.
 
-        Raises `LearnerError` when there is no server within `serving.startup_timeout_s`, or the transfer fails.
+        Raises `LearnerError` if no server appears within `serving.startup_timeout_s` or the transfer fails.
         """
         try:
             channel = self._connected()
@@ -61,7 +62,7 @@ class Broadcaster:
             raise LearnerError(f"version {number} could not be sent to the server: {type(error).__name__}: {error}") from error
 
     def catch_up(self, number: int) -> None:
-        """After a restart: sends version `number` unless the server already has it."""
+        """Sends version `number` after a restart, unless the server already has it."""
         behind = False
         if self._engine.ranks.is_first:
             server = self._server()
@@ -69,10 +70,10 @@ class Broadcaster:
                 reply = httpx.get(f"{server.url}/weight_info", headers=access(server.key), timeout=_ASK_S, trust_env=False)
                 answer = reply.raise_for_status().json()
             except (httpx.HTTPError, ValueError) as error:
-                raise LearnerError(f"the server at {server.url} does not say which weights it has: {error}") from error
+                raise LearnerError(f"cannot read the weight version of the server at {server.url}: {error}") from error
             behind = answer.get("weight_version") != str(number)
-        if self._engine.ranks.from_first(int(behind)):
-            log.info("bringing the server to version %d", number)
+        if self._engine.ranks.decide(int(behind)):
+            log.info("sending version %d to the server", number)
             self.send(number)
 
     def _connected(self) -> Channel:
@@ -89,7 +90,7 @@ class Broadcaster:
         while (server := announced_server(self._run_dir)) is None:
             self._engine.ranks.report_progress("waiting for the server")
             if time.monotonic() > deadline:
-                raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s")
+                raise LearnerError(f"no inference server started within {self._serving.startup_timeout_s:g} s")
             time.sleep(_POLL_S)
         return server
 
@@ -99,7 +100,7 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
     from agentrl.serving.trainer_client import PausedServerClient
 
     def waiting() -> None:
-        engine.ranks.report_progress("waiting for the server's pause")
+        engine.ranks.pulse("waiting for the server to pause")
 
     client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s, waiting=waiting)
     channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)

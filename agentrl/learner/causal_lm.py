@@ -1,8 +1,7 @@
-"""Fused GPU kernels instead of a model's own layers: RMSNorm, SwiGLU and rotary positions, from the package liger-kernel.
+"""Liger's fused GPU kernels for RMSNorm, SwiGLU and rotary positions (https://arxiv.org/abs/2410.10989).
 
-Liger (https://arxiv.org/abs/2410.10989) computes each in one pass over memory and keeps less for the backward pass. The output
-head stays ours (`agentrl.learner.token_scorer`): Liger's also gives logprob and entropy of each token, but stages logits in float16 on
-Hopper and accumulates the weight's gradient in bfloat16 elsewhere; ours keeps both in float32 and holds no more logits.
+Each makes one pass over memory and keeps less for the backward pass. Liger's output head is not used: it stages logits in float16 on
+Hopper and accumulates the weight's gradient in bfloat16 elsewhere; `agentrl.learner.logprobs` keeps both in float32.
 """
 
 from __future__ import annotations
@@ -17,19 +16,17 @@ from agentrl.base.installation import install_command
 from agentrl.errors import UserError
 
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
-"""Largest accepted change of a logprob, in nats: the kernels round in another order. As in `check_scorer` and the swap probe."""
+"""Largest accepted change of a logprob, in nats: the kernels round in a different order."""
 
 
-def use_liger_kernels(lm: Any) -> None:
-    """Puts Liger's kernels into a Hugging Face model, in place, and checks that its logprobs stay the same.
+def fuse(lm: Any) -> None:
+    """Replaces a Hugging Face model's layers by Liger's kernels, in place, and checks that its logprobs stay the same.
 
-    Some go into the model's transformers module, and so into every model of its type in this process.
-
-    Raises `UserError` without a GPU or the package, for a model type that Liger does not know, and when logprobs differ by more
-    than `TOLERANCE`.
+    Some replacements affect every model of this type in the process. Raises `UserError` without a GPU or the package, for a model type that
+    Liger does not support, and if logprobs differ by more than `TOLERANCE`.
     """
     if lm.device.type != "cuda":
-        raise UserError("learner.kernels=liger needs a GPU: its kernels are CUDA's", fix="learner.kernels=torch")
+        raise UserError("learner.kernels=liger needs a GPU", fix="learner.kernels=torch")
     _replace(lm)
 
 
@@ -51,7 +48,7 @@ def _replace(lm: Any) -> None:
 
 @torch.no_grad()
 def _logprobs(lm: Any) -> Tensor:
-    """[T-1] of a fixed text, in float32."""
+    """[T-1] float32 logprobs of a fixed text."""
     vocabulary = lm.config.get_text_config().vocab_size
     ids = (torch.arange(64, device=lm.device) * 7919 % vocabulary)[None]
     logprobs: Tensor = lm(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)

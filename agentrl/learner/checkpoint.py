@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: `checkpoints/000012/` holds everything needed to run update 13 as if nothing had happened.
+"""Checkpoints of the learner: `checkpoints/000012/` holds the state that update 13 needs.
 
     state/         DeepSpeed's files, one set per rank: trained weights, float32 masters, optimizer moments
     critic/        the same for the critic, if there is one
@@ -6,7 +6,7 @@
     meta.json      `CheckpointMeta`
     manifest.json  sha256 of every other file; written last
 
-There is no pointer to the newest one: it is the highest number whose files match their manifest.
+The newest checkpoint is the one with the highest number whose files match their manifest.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "crit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMeta(Record):
-    """What a checkpoint holds besides tensors."""
+    """The contents of a checkpoint except its tensors."""
 
-    step: int  # updates made; the next one is update number `step`, counted from 0
+    step: int  # number of updates made; index of the next one
     consumed: Mapping[int, tuple[int, ...]]  # step -> indices of the groups it consumed
     ranks: int
     zero_stage: int
-    parent: int  # version whose successor this is: the one before it, unless weights were rolled back
-    counts: FailureCounts = field(default_factory=FailureCounts)
-    good: int = 0  # newest checkpoint whose weights an update was judged sound with: where a rollback goes
+    parent: int  # version that these weights were trained from: the previous one, except after a rollback
+    counts: Counts = field(default_factory=Counts)
+    good: int = 0  # newest checkpoint whose weights passed every check of an update: the target of a rollback
     rolled_back: tuple[int, ...] = ()  # versions that must never serve again
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update, for a version that must be published again
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update; used when its version is published again
     probe_rows: tuple[tuple[int, ...], ...] = ()  # token rows of that version's probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk whose files are intact."""
+    """An intact checkpoint on disk."""
 
     folder: Path
     meta: CheckpointMeta
@@ -66,10 +66,9 @@ class Checkpoint:
 def save(
     root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, critic: Critic | None = None, spare: Collection[int] = ()
 ) -> Path:
-    """Writes `root/000012` durably, then removes all but the newest `keep` and those numbered `spare`. All ranks call it, and rank 0's
-    `spare` counts. Returns the folder.
+    """Writes `root/000012` durably, then deletes all but the newest `keep` and those numbered `spare`. Returns the folder.
 
-    Raises `DiskFull` or `LearnerError` when the disk refuses; earlier checkpoints stay.
+    All ranks call it; rank 0's `spare` is used. Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
@@ -94,60 +93,51 @@ def save(
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The newest intact checkpoint below `root`, or None when there is none at all.
+    """Returns the newest intact checkpoint below `root`, or None if there is no checkpoint.
 
-    Damaged ones are left out. Raises `LearnerError` when every checkpoint is damaged: starting again from the base policy is for
-    a person to decide.
+    Raises `LearnerError` if all are damaged: only the user can decide to restart from the base policy.
     """
     folders = _folders(root)
     for folder in reversed(folders):
         if (checkpoint := _read(folder)) is not None:
             return checkpoint
     if folders:
-        raise LearnerError(f"every checkpoint in {root} is damaged; move that folder away to start again from version 0")
+        raise LearnerError(f"every checkpoint in {root} is damaged; move that folder away to restart from version 0")
     return None
 
 
 def numbered(root: Path, number: int) -> Checkpoint | None:
-    """The checkpoint after `number` updates, or None when it is missing or damaged."""
+    """Returns the checkpoint after `number` updates, or None if it is missing or damaged."""
     return _read(root / f"{number:06d}")
 
 
 def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
     """Loads weights, optimizer and random state. All ranks call it.
 
-    With the ranks and ZeRO stage that wrote it, the next update is the same bit for bit; with others it is the same up to
-    rounding, and with another number of ranks the random state starts anew. Raises `LearnerError` when the checkpoint does not fit
-    this recipe's model and critic, or holds anything but tensors and plain values.
+    With the ranks and ZeRO stage that wrote the checkpoint, the next update is bitwise identical; otherwise it is equal up to rounding.
+    The random state is loaded only if the number of ranks is the same. Raises `LearnerError` if the checkpoint does not fit the recipe's
+    model and critic, or holds anything but tensors and plain values.
     """
-    with tensors_only(f"checkpoint {checkpoint.folder}"):
-        _restore(checkpoint, engine, critic)
+    ranks, folder = engine.ranks, checkpoint.folder
+    same_ranks = ranks.size == checkpoint.meta.ranks
+    engines = [(engine.deepspeed, _STATE)] + ([(critic.deepspeed, _CRITIC)] if critic is not None else [])
+    with tensors_only(f"checkpoint {folder}"):
+        for deepspeed, tag in engines:
+            _load(deepspeed, folder, tag, ranks, same_ranks=same_ranks)
+        if same_ranks:
+            _set_random_state(read(folder / _rng_name(ranks.rank)), ranks)
 
 
-def _restore(checkpoint: Checkpoint, engine: PolicyEngine, critic: Critic | None) -> None:
-    ranks, meta = engine.ranks, checkpoint.meta
-    same = ranks.size == meta.ranks
-    parts = [(engine.deepspeed, _STATE)] + ([(critic.deepspeed, _CRITIC)] if critic is not None else [])
-    for part, tag in parts:
-        kind = _kind(checkpoint.folder, tag)
-        if kind == layout(part.zero_optimization_stage()) and (same or kind == "whole"):  # whole: the state is not sharded
-            _load(part, checkpoint.folder, tag)
-        else:
-            load_converted(part, checkpoint.folder, tag, ranks)
-    if same:
-        _set_random_state(read(checkpoint.folder / _rng_name(ranks.rank)), ranks)
-
-
-def _kind(folder: Path, tag: str) -> str:
+def _load(deepspeed: Any, folder: Path, tag: str, ranks: Ranks, *, same_ranks: bool) -> None:
     if not (folder / tag).is_dir():
-        raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings it was made with")
-    return layout_of(folder / tag)
-
-
-def _load(engine: Any, folder: Path, tag: str) -> None:
-    loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+        raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings that wrote it")
+    saved = layout_of(folder / tag)
+    if saved != layout(deepspeed.zero_optimization_stage()) or not (same_ranks or saved == "whole"):  # whole: not sharded
+        load_reshaped(deepspeed, folder, tag, ranks)
+        return
+    loaded, _ = deepspeed.load_checkpoint(str(folder), tag=tag)
     if loaded is None:
-        raise LearnerError(f"DeepSpeed found nothing to load in {folder / tag}")
+        raise LearnerError(f"DeepSpeed loaded nothing from {folder / tag}")
 
 
 def _folders(root: Path) -> list[Path]:
@@ -179,13 +169,13 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
 
 
 def _make_room(root: Path, spare: Collection[int]) -> None:
-    """Removes all checkpoints except the newest and those numbered `spare`, if the disk has no space for another one of the same size."""
+    """Deletes all checkpoints but the newest and those numbered `spare`, if the disk has no space for another of the same size."""
     folders = _folders(root)
     if len(folders) < 2:
         return
     size = sum(path.stat().st_size for path in folders[-1].rglob("*") if path.is_file())
     if shutil.disk_usage(root).free < size and _intact(folders[-1]):
-        log.warning("%s: the disk is nearly full, so only the newest checkpoint is kept while the next is written", root)
+        log.warning("%s: the disk is nearly full; older checkpoints are deleted before the next one is written", root)
         _prune(root, 1, spare)
 
 

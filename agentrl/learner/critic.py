@@ -1,4 +1,4 @@
-"""The critic of PPO: the expected return from each sampled token on."""
+"""The critic of PPO estimates the expected return from each sampled token on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ValueScorer(nn.Module):
         self.head = value_head(lm)
 
     def forward(self, input_ids: Tensor, layout: ForestLayout, positions: Tensor) -> Tensor:
-        """Float32 values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`."""
+        """Returns float32 values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`."""
         output = self.trunk(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
         return values_of(self.head, output.last_hidden_state[0, positions])
 
@@ -41,7 +41,7 @@ class Critic:
     """A separate value model in its own DeepSpeed engine. Every method is a collective.
 
     Args:
-        folder: Hugging Face folder whose trunk the critic starts from: version 0 of the run.
+        folder: Hugging Face folder whose trunk initializes the critic: version 0 of the run.
         recipe: `critic`, `policy` and `learner` are used.
     """
 
@@ -63,27 +63,26 @@ class Critic:
         )
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Values [N] of the states before the batch's trained tokens, with gradient."""
+        """Returns values [N] of the states before the batch's trained tokens, with gradient."""
         values: Tensor = self.deepspeed(batch.input_ids, batch.layout, batch.positions)
         return values[batch.expand]
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
-        """Adds the gradient of the value loss of a micro-batch; returns this rank's share of the loss, float64 []."""
+        """Adds the gradient of a micro-batch's value loss; returns this rank's share of the loss, float64 []."""
         loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
         self.deepspeed.backward(loss * self.ranks.size)
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies the accumulated gradient; as `PolicyEngine.step`."""
+        """Applies the accumulated gradient; returns as `PolicyEngine.step` does."""
         return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self._learner, self._steps, number))
 
 
 class SharedCritic:
-    """A value head on the policy's own trunk, inside the policy's engine (`critic.trunk=shared`). Every method is a collective.
+    """A value head on the policy's trunk, inside the policy's engine (`critic.trunk=shared`). Every method is a collective.
 
-    Its values come with the logprobs, and it is trained in the policy's optimizer steps. `learn` and `step` are for its warm-up,
-    during which the trunk is frozen: it gets no gradient, its weights do not change by a bit, and its optimizer state is that of
-    a policy that has made no step.
+    The policy's optimizer steps train the head too. `learn` and `step` are for its warm-up, during which the trunk is frozen: its weights
+    do not change by a bit, and its optimizer state stays that of a policy without a step.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -92,64 +91,63 @@ class SharedCritic:
         self.config: CriticConfig = engine.recipe.critic
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Logprobs, entropies and values [N] of the batch's trained tokens, from one forward pass, with gradient."""
+        """Returns logprobs, entropies and values [N] of the batch's trained tokens, from one forward pass, with gradient."""
         arguments = (batch.input_ids, batch.layout, batch.positions, batch.targets, self.engine.temperature, batch.supports)
         logprobs, entropy, values = self.engine.deepspeed(*arguments)
         return logprobs[batch.expand], entropy[batch.expand], values[batch.expand]
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Values [N] of the states before the batch's trained tokens, with gradient for the head only."""
+        """Returns values [N] of the states before the batch's trained tokens, with gradient for the head only."""
         (values,) = self.engine.deepspeed(batch.input_ids, batch.layout, batch.positions, None, self.engine.temperature)
         expanded: Tensor = values[batch.expand]
         return expanded
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
-        """Like `Critic.learn`, for the head only."""
+        """Does what `Critic.learn` does, for the head only."""
         loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
         self.engine.backward(loss)
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies the head's accumulated gradient and nothing else; returns as `PolicyEngine.step` does."""
+        """Applies the head's accumulated gradient only; returns as `PolicyEngine.step` does."""
         result = self.engine.step(number, head_alone=True)
         for state in self.engine.optimizer.state.values():
-            if not state["exp_avg"].any():  # never had a gradient, so its bias correction must not count this step
+            if not state["exp_avg"].any():  # it has had no gradient, so its bias correction must not count this step
                 state["step"] = state["step"] * 0
         return result
 
 
 @torch.no_grad()
-def critic_advantages(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [N] of the batch's trained tokens, from their `batch.rewards` and values [N]."""
+def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
+    """Computes advantages and returns [N] of the batch's trained tokens from `batch.rewards` and their values [N]."""
     rewards, mask = rows_of(batch.rewards.to(values.dtype), batch.sequence)
     rows, _ = rows_of(values, batch.sequence)
     advantages, returns = gae(rewards, rows, mask, gamma=config.gamma, lam=config.lam)
     return advantages[mask], returns[mask]
 
 
-def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Mean and standard deviation of advantages over all tokens on all ranks, for whitening. A collective.
+def advantage_scale(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
+    """Returns mean and standard deviation of the advantages of all tokens on all ranks, for whitening. A collective.
 
-    Advantages that are all equal become zeros. One that is not finite makes both results not finite, and with them all
-    advantages, so that the whole step is left out.
+    Equal advantages become zeros. A single non-finite advantage makes both results non-finite, so the whole step is skipped.
     """
-    _, mean, spread = _moments(advantages, ranks)
-    return mean, math.sqrt(spread) + EPS
+    _, mean, variance = _moments(advantages, ranks)
+    return mean, math.sqrt(variance) + EPS
 
 
 def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: Ranks) -> dict[str, float]:
-    """Means of returns and values, and the explained variance 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one."""
+    """Returns the means of returns and values, and the explained variance 1 - Var(R - V) / Var(R); it is 1 for a perfect critic."""
     known = [(returns, values) for returns, values in pairs if returns is not None and values is not None]
-    count, mean, spread = _moments([returns for returns, _ in known], ranks)
-    _, worth, _ = _moments([values for _, values in known], ranks)
-    _, _, left = _moments([returns - values for returns, values in known], ranks)
+    count, return_mean, variance = _moments([returns for returns, _ in known], ranks)
+    _, value_mean, _ = _moments([values for _, values in known], ranks)
+    _, _, residual = _moments([returns - values for returns, values in known], ranks)
     if not count:
         return {}
-    return {"return_mean": mean, "value_mean": worth, "explained_variance": 1.0 - left / spread if spread > 0 else 0.0}
+    return {"return_mean": return_mean, "value_mean": value_mean, "explained_variance": 1.0 - residual / variance if variance > 0 else 0.0}
 
 
 def _moments(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[float, float, float]:
-    """Number, mean and variance (n in the denominator) of all elements on all ranks."""
+    """Number, mean and variance (divided by n) of all elements on all ranks."""
     sums = torch.zeros(3, dtype=torch.float64)
     for tensor in tensors:
         values = tensor.detach().double().cpu()

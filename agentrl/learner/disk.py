@@ -1,4 +1,4 @@
-"""What the learner says when the disk refuses what it writes to the run folder."""
+"""Turns disk errors of the learner into its own errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agentrl.errors import DiskFull, LearnerError
 
 
 @contextmanager
-def disk_errors_raised(what: str) -> Iterator[None]:
-    """Around what writes to the run folder: raises `DiskFull` when there is no room, `LearnerError` when the disk refuses otherwise.
+def writing(what: str) -> Iterator[None]:
+    """Raises `DiskFull` if the block runs out of disk space, and `LearnerError` for any other write error.
 
-    Only some of the libraries that write here say it with an `OSError`.
+    `what` names the file in the message. Some libraries report a full disk with an error other than `OSError`.
     """
     try:
         yield

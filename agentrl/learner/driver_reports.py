@@ -1,4 +1,4 @@
-"""Why a learner ended, sent to its driver as a typed line through memory, so that it arrives even when the disk is full."""
+"""The exit reason of a learner. It reaches the driver through memory, so it arrives even if the disk is full."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from typing import Literal
 from agentrl.base.error_text import disk_full_error, one_line_error, raise_location
 from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, UserError
 
-_LONGEST = 1 << 14  # bytes of a line
+_LONGEST = 1 << 14  # characters of a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitReason:
-    """Why one process of the learner cannot go on."""
+    """The error that ended one process of the learner."""
 
     kind: Literal["user", "halted", "disk", "failed", "other"]
     message: str
     fix: str = ""
 
     @classmethod
-    def from_error(cls, error: BaseException) -> ExitReason:
-        if (full := disk_full_error(error)) is not None:
-            return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else one_line_error(full))
+    def of(cls, error: BaseException) -> ExitReason:
+        """Classifies an error."""
+        if (full := disk_full(error)) is not None:
+            return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else short(full))
         if isinstance(error, LearnerHalted):
             return cls(kind="halted", message=str(error))
         if isinstance(error, UserError):
@@ -38,31 +39,32 @@ class ExitReason:
         at = raise_location(error)
         return cls(kind="other", message=one_line_error(error) + (f" ({at})" if at else ""))
 
-    def to_error(self, log: Path) -> AgentRLError:
-        """The error to raise in the driver; `log` is where the rest is."""
+    def error(self, log: Path) -> AgentRLError:
+        """Returns the error to raise in the driver; `log` is the path of the learner's output."""
         if self.kind == "user":
             return UserError(self.message, fix=self.fix)
         if self.kind == "halted":
             return LearnerHalted(self.message)
         if self.kind == "disk":
             return DiskFull(f"the learner: {self.message}")
-        words = self.message if self.kind == "failed" else f"the learner failed: {self.message}"
-        return LearnerError(f"{words}\n  all of its output: {log}")
+        message = self.message if self.kind == "failed" else f"the learner failed: {self.message}"
+        return LearnerError(f"{message}\n  all of its output: {log}")
 
 
 class Mailbox:
-    """Memory of the driver that the learner's processes write to, through the path `address`."""
+    """Memory of the driver to which the learner's processes write their exit reasons, through the path `address`."""
 
     def __init__(self) -> None:
         self._handle = os.memfd_create("agentrl-learner")
         weakref.finalize(self, os.close, self._handle)
         self.address = f"/proc/{os.getpid()}/fd/{self._handle}"
 
-    def discard(self) -> None:
+    def empty(self) -> None:
+        """Deletes all reasons."""
         os.ftruncate(self._handle, 0)
 
     def best(self) -> ExitReason | None:
-        """The most informative reason left: when one rank fails, the others only report that it is missing."""
+        """Returns the most informative reason, if any: when one rank fails, the others only report that it is missing."""
         reasons = list(self._reasons())
         for kinds in (("user", "halted", "disk"), ("failed",)):
             for reason in reasons:
@@ -76,8 +78,8 @@ class Mailbox:
                 yield ExitReason(**json.loads(line))
 
 
-def send_exit_reason(address: str | None, reason: ExitReason) -> None:
-    """Sends a reason to a `Mailbox.address`. The log has it too, so a failure to deliver is not an error."""
+def send(address: str | None, reason: ExitReason) -> None:
+    """Sends a reason to a `Mailbox.address`. Delivery failures are ignored, because the log has the reason too."""
     line = json.dumps(asdict(reason))
     if len(line) > _LONGEST:
         line = json.dumps(asdict(ExitReason(kind=reason.kind, message=reason.message[: _LONGEST // 8], fix=reason.fix[: _LONGEST // 8])))

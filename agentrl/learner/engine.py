@@ -1,4 +1,4 @@
-"""The policy being trained: a causal language model inside a DeepSpeed engine."""
+"""The trained policy: a causal language model inside a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PolicyEngine:
         check_scorer(self.scorer, tolerance=TOLERANCE[recipe.policy.dtype])
         head = list(self.scorer.value.parameters()) if isinstance(self.scorer, ValuedScorer) else []
         in_head = {id(parameter) for parameter in head}
-        parameters: list[Tensor] = [one for one in self.scorer.parameters() if one.requires_grad and id(one) not in in_head]
+        parameters: list[Tensor] = [p for p in self.scorer.parameters() if p.requires_grad and id(p) not in in_head]
         size = sum(parameter.numel() for parameter in (*parameters, *head))
         self.optimizer = make_optimizer(parameters, recipe, head=head)
         self.deepspeed, *_ = deepspeed.initialize(
@@ -60,41 +60,40 @@ class PolicyEngine:
 
     @property
     def lm(self) -> Any:
-        """The Hugging Face model; under ZeRO-3 its parameters are empty shells between forward passes."""
+        """The Hugging Face model. Under ZeRO-3 its parameters are empty between forward passes."""
         return self.scorer.lm
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
-        return score_tokens(self.deepspeed, batch, self.temperature)
+        """Returns logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
+        return score(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
-        """What the current weights say of some rows: logprobs of their tokens, and of the likeliest after them."""
+        """Computes the current weights' logprobs of some token rows, and those of the most likely next tokens."""
         logprobs, next_logprobs, next_ids = zip(*map(self._row, rows), strict=True)
         return Probe(token_ids=rows, logprobs=logprobs, next_ids=next_ids, next_logprobs=next_logprobs, temperature=self.temperature)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as DeepSpeed does."""
+        """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as in DeepSpeed."""
         self.deepspeed.backward(loss * self.ranks.size)
 
     def step(self, number: int, *, head_alone: bool = False, refuse_above: float = math.inf) -> tuple[bool, float]:
         """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
 
-        Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds
-        `refuse_above` is not applied: weights and optimizer state stay as they were. With `head_alone` only the value head is
-        trained; the learning rate of everything else is 0.
+        Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds `refuse_above`
+        is not applied: weights and optimizer state stay unchanged. With `head_alone` only the value head is trained.
         """
         rate = learning_rate(self.recipe.learner, self.recipe.steps, number)
         return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone, refuse_above=refuse_above)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Name, local tensor and full shape of every trained parameter, in model order; tied ones once, under their first name."""
+        """Yields name, local tensor and full shape of every trained parameter, in model order; tied ones once, under their first name."""
         for name, parameter in self.lm.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     @contextmanager
     def gathered(self, parameter: Tensor) -> Iterator[Tensor]:
-        """The full parameter on every rank, valid inside the context."""
+        """Yields the full parameter on every rank, valid inside the context."""
         if not hasattr(parameter, "ds_id"):
             yield parameter.detach()
             return
@@ -104,17 +103,17 @@ class PolicyEngine:
             yield parameter.detach()
 
     def _row(self, row: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-        """Logprobs of token t+1 given tokens <= t at temperature 1; logprobs and ids of the likeliest next tokens, at the rollouts'."""
-        ids, layout = single_sequence(row, self.ranks.device)
-        targets = torch.cat((ids[0, 1:], ids[0, :1]))  # what the last position predicts is in no row
+        """Logprobs of token t+1 given tokens <= t at temperature 1; logprobs and ids of likely next tokens at the rollouts' temperature."""
+        ids, layout = text(row, self.ranks.device)
+        targets = torch.cat((ids[0, 1:], ids[0, :1]))  # the last position's target is a placeholder
+        positions = torch.arange(len(row), device=ids.device)
         with torch.no_grad():
-            found = self.deepspeed(ids, layout, torch.arange(len(row), device=ids.device), targets, 1.0, None, self.temperature)
-        logprobs, _, next_logprobs, next_ids = found
+            logprobs, _, next_logprobs, next_ids = self.deepspeed(ids, layout, positions, targets, 1.0, None, self.temperature)
         return tuple(logprobs[:-1].tolist()), tuple(next_logprobs[0].tolist()), tuple(next_ids[0].tolist())
 
 
-def score_tokens(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
+def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Returns logprobs and entropies [N] of the batch's trained tokens from a `TokenScorer`, bare or in a DeepSpeed engine."""
     logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature, batch.supports)
     if batch.layout.shard is not None:
         logprobs, entropy = batch.layout.shard.gather(torch.stack((logprobs, entropy)))
@@ -124,7 +123,7 @@ def score_tokens(module: Any, batch: MicroBatch, temperature: float) -> tuple[Te
 def apply_gradient(
     engine: Any, optimizer: torch.optim.AdamW, rate: float, *, head_alone: bool = False, refuse_above: float = math.inf
 ) -> tuple[bool, float]:
-    """One optimizer step of a DeepSpeed engine; see `PolicyEngine.step`."""
+    """Takes one optimizer step of a DeepSpeed engine; see `PolicyEngine.step`."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RATE_SCALE] if RATE_SCALE in group else 0.0 if head_alone else rate
     if isinstance(optimizer, GuardedAdamW):
@@ -134,14 +133,14 @@ def apply_gradient(
     else:
         with skip_steps_above(engine.optimizer, above=refuse_above) as norms:
             engine.step()
-        norm = norms[0] if norms else math.nan  # no norm: an overflow was detected before it was computed
+        norm = norms[0] if norms else math.nan  # no norm: DeepSpeed detected an overflow before computing it
     return math.isfinite(norm) and norm <= refuse_above, norm
 
 
 def _deepspeed() -> Any:
-    """DeepSpeed, without a second that each rank's start would take.
+    """Imports DeepSpeed a second faster.
 
-    At ZeRO stages above 0 it imports Muon, whose import sets up a compiler for a kernel of its own. Nobody here uses that optimizer.
+    At ZeRO stages above 0 it imports Muon, an optimizer that is not used here and whose import sets up a compiler for its kernel.
     """
     import deepspeed
     from deepspeed.runtime import compiler
@@ -155,7 +154,7 @@ def _deepspeed() -> Any:
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
-    """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, gradient checkpointing per recipe."""
+    """Loads the Hugging Face model of `folder` in the recipe's dtype for training: no dropout, gradient checkpointing per recipe."""
     from transformers import AutoModelForCausalLM
 
     attention = forest_attention.register()
@@ -174,7 +173,7 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
 
 
 def _disable_dropout(lm: Any) -> None:
-    """The behaviour policy samples without dropout, so the logprobs compared with its own must be computed without dropout too."""
+    """Disables dropout: the behaviour policy samples without it, and logprobs are compared with the behaviour policy's."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -183,23 +182,23 @@ def _disable_dropout(lm: Any) -> None:
 
 
 def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
-    """What the engine trains: the language model, with a value head where the recipe's critic shares its trunk."""
+    """Returns the module that the engine trains: the language model, with a value head if the recipe's critic shares its trunk."""
     if recipe.critic is not None and recipe.critic.shared:
         return ValuedScorer(lm, detach=recipe.critic.detach)
     return TokenScorer(lm)
 
 
 def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[Tensor] = ()) -> torch.optim.AdamW:
-    """AdamW that never applies a gradient that is not finite; from ZeRO stage 1 on DeepSpeed ensures this.
+    """Returns an AdamW that never applies a non-finite gradient; from ZeRO stage 1 on, DeepSpeed ensures this.
 
-    `head` are the parameters of a value head: a group with the critic's learning rate, without weight decay.
+    `head`: parameters of a value head, which form a group with the critic's learning rate and without weight decay.
     """
     learner = recipe.learner
     groups = parameter_groups(parameters, learner.weight_decay)
     if head and recipe.critic is not None:
         groups.append({"params": list(head), "weight_decay": 0.0, RATE_SCALE: recipe.critic.lr / learner.lr})
     on_cpu = learner.offload != "none" or parameters[0].device.type == "cpu"
-    fused = on_cpu or None  # where the fused step is seven times faster than torch's default
+    fused = on_cpu or None  # on CPU the fused step is seven times faster than torch's default
     if _zero_stage(recipe) == 0:
         return GuardedAdamW(groups, lr=learner.lr, max_norm=learner.max_grad_norm, fused=fused)
     return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS, fused=fused)
@@ -212,12 +211,12 @@ def _zero_stage(recipe: Recipe) -> int:
 
 
 def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
-    """DeepSpeed's settings for a model of `size` parameters."""
+    """Returns DeepSpeed's settings for a model of `size` parameters."""
     stage, offload = _zero_stage(recipe), recipe.learner.offload
     offloaded = {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
     bucket = min(size + size % 2, _BUCKET_ELEMENTS)  # DeepSpeed needs an even number
     return {
-        # The number of micro-batches varies from step to step: backward() accumulates, step() is the boundary, nothing is counted.
+        # The number of micro-batches varies between steps: backward() accumulates, step() applies, and DeepSpeed counts nothing.
         "managed_gradient_accumulation": False,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

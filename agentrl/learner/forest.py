@@ -1,8 +1,7 @@
-"""Token sequences laid out as a forest of prefixes, so that a prefix shared by several sequences is stored once.
+"""Lays token sequences out as a forest of prefixes, in which a prefix that several sequences share is stored once.
 
-In lexicographic order each sequence shares the most with its neighbours and adds exactly one run of new tokens: those after the
-prefix it shares with the sequence before. Concatenating these runs walks the prefix tree in preorder, so the descendants of token
-j are the tokens from j up to some end: an interval.
+In lexicographic order each sequence shares the longest prefix with its neighbours and adds one run of new tokens. Concatenating these
+runs walks the prefix tree in preorder, so the descendants of token j are the interval from j to some end.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ class Branch:
 
     @property
     def shared(self) -> int:
-        """P: how many tokens it shares with the sequences laid out before it."""
+        """P: the number of tokens that it shares with the sequences before it."""
         return len(self.path) - self.new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Every token of some sequences, each shared prefix once."""
+    """All tokens of some sequences, each shared prefix once."""
 
     token_ids: Ints  # [T]
     positions: Ints  # [T] position in the sequence, from 0
-    ends: Ints  # [T] token i >= j continues token j exactly if i < ends[j]
-    branches: tuple[Branch, ...]  # those that add tokens, in the order of the layout
-    paths: tuple[Ints, ...]  # for each sequence, in the order given: forest indices of its tokens
+    ends: Ints  # [T] token i >= j is a descendant of token j exactly if i < ends[j]
+    branches: tuple[Branch, ...]  # in layout order
+    paths: tuple[Ints, ...]  # forest indices of each sequence's tokens, in the order of the arguments
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences."""
+    """Returns the length of the longest common prefix of two sequences."""
     length = min(len(first), len(second))
     different = np.asarray(first[:length]) != np.asarray(second[:length])
     return int(different.argmax()) if different.any() else length
 
 
-def build_forest(sequences: Sequence[Sequence[int]], *, share: bool = True) -> Forest:
-    """The forest of some sequences, none of them empty. Without `share` no prefix is shared."""
-    order = sorted(range(len(sequences)), key=lambda number: tuple(sequences[number])) if share else range(len(sequences))
+def lay_out(sequences: Sequence[Sequence[int]]) -> Forest:
+    """Returns the forest of some non-empty sequences."""
+    order = sorted(range(len(sequences)), key=lambda number: tuple(sequences[number]))
     paths: list[Ints] = [np.empty(0, np.int64)] * len(sequences)
     token_ids: list[Any] = []
     branches: list[Branch] = []
@@ -60,7 +59,7 @@ def build_forest(sequences: Sequence[Sequence[int]], *, share: bool = True) -> F
     before: int | None = None
     for number in order:
         tokens = sequences[number]
-        shared = common_prefix(sequences[before], tokens) if share and before is not None else 0
+        shared = common_prefix(sequences[before], tokens) if before is not None else 0
         new = len(tokens) - shared
         prefix = paths[before][:shared] if before is not None else paths[number]
         paths[number] = np.concatenate((prefix, np.arange(size, size + new)))

@@ -1,8 +1,8 @@
-"""Attention over a forest of prefixes: every token attends to its ancestors and itself, and to nothing else.
+"""Attention over a forest of prefixes: each token attends to itself and its ancestors.
 
-Registered with transformers under its own name, so that any model that uses transformers' attention interface can train on
-forests. Two kernels give the same numbers: on CPU each branch is a row of a batched scaled dot product (its new tokens are the
-queries, its whole path the keys), on CUDA one FlexAttention call skips the blocks without an ancestor and descendant pair.
+Registered with transformers, so any model that uses its attention interface can train on forests. Two kernels compute the same
+numbers. On CPU each branch is a row of a batched scaled dot product: its new tokens are the queries, its whole path the keys. On CUDA
+one FlexAttention call skips the blocks without an ancestor and descendant pair.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from agentrl.learner.forest import Branch, Forest
 from agentrl.learner.ulysses import TokenShard, sharded_attention
 
 NAME = "agentrl_forest"
-_WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
-_SLACK = 2**15  # ... plus this many: below it one more kernel call costs more than the padding
-_PIECE = 128  # queries of one row
-_KEPT = 2**22  # elements of the largest mask kept as floats (16 MiB)
+_WASTE = 1.3  # largest ratio of padded to real query-key pairs in a batch of branches ...
+_SLACK = 2**15  # ... plus this many pairs, which cost less than another kernel call
+_PIECE = 128  # most queries of one row
+_FLOAT_MASK = 2**22  # elements of the largest mask that is stored as floats (16 MiB)
 _BLOCK = 128  # FlexAttention's tile
 
 
 class ForestLayout:
-    """What attention needs to know of one forest on one device; made once, used by every layer."""
+    """The data that attention needs about one forest on one device; built once, used by every layer."""
 
     def __init__(self, forest: Forest, device: torch.device, stretch: TokenShard | None = None) -> None:
         """With a `stretch` this rank holds only those tokens, and `positions` are theirs."""
@@ -48,7 +48,7 @@ class ForestLayout:
         self._block_masks: dict[int | None, Any] = {}
 
     def block_mask(self, window: int | None) -> Any:
-        """FlexAttention's mask: token q sees token k if k comes first, q continues k, and k is inside the window."""
+        """Returns FlexAttention's mask: token q sees token k if k is an ancestor of q (or q itself) inside the window."""
         if window not in self._block_masks:
             from torch.nn.attention.flex_attention import create_block_mask
 
@@ -81,10 +81,9 @@ class _Batch:
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
     def mask(self, heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, heads * L, K] to add to the scores: 0 where a query sees a key, else -inf. A padded query sees what a real one
-        at its position would.
+        """[B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf. Padded queries see what real ones would.
 
-        A large mask is boolean instead, and the kernel converts it in every layer, forward and backward.
+        A mask above `_FLOAT_MASK` elements is boolean, and the kernel converts it in every layer, forward and backward.
         """
         if (heads, window, dtype) not in self._masks:
             at = self.shared[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
@@ -93,14 +92,14 @@ class _Batch:
             if window is not None:
                 seen = seen & (at[..., None] - key < window)
             seen = seen.repeat(1, heads, 1)[:, None]
-            if seen.numel() <= _KEPT:
+            if seen.numel() <= _FLOAT_MASK:
                 seen = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
             self._masks[heads, window, dtype] = seen
         return self._masks[heads, window, dtype]
 
 
 def _pieces(branches: Sequence[Branch]) -> list[Branch]:
-    """Cuts long branches into pieces: a query's row ends with its piece, so less of it is masked."""
+    """Cuts long branches into pieces: the row of a piece ends with it, so less of it is masked."""
     pieces = []
     for branch in branches:
         for at in range(0, branch.new, _PIECE):
@@ -139,7 +138,7 @@ def forest_attention(
     forest: ForestLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
+    """Implements transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
 
     Without a `forest` the tokens are plain causal sequences.
     """
@@ -156,10 +155,10 @@ def forest_attention(
 
 
 def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:
-    """Query heads that share a key head become additional queries of it, so keys are gathered once and never repeated."""
+    """Attends branch by branch. Query heads that share a key head become additional queries of it, so keys are gathered once."""
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
     group = heads // kv_heads
-    # One gather for all batches has one sum as its gradient; one gather a batch would make and add as many tensors over all tokens.
+    # One gather for all batches has one sum as its gradient; a gather per batch would add as many tensors over all tokens.
     queries = torch.split(F.embedding(forest.queries, _rows(query)), [batch.queries.numel() for batch in forest.batches])
     sizes = [batch.keys.numel() for batch in forest.batches]
     keys, values = (torch.split(F.embedding(forest.keys, _rows(tensor)), sizes) for tensor in (key, value))

@@ -1,4 +1,4 @@
-"""The reference policy of a KL term: a frozen copy of the weights that the run began with."""
+"""The KL reference model: the run's initial weights, frozen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.learner.token_scorer import TokenScorer
 
 
 class ReferencePolicy:
-    """Version 0, whole on every rank, without optimizer or gradient. Takes the memory of the weights; a collective only in teams.
+    """Version 0, unsharded on every rank, without optimizer. Needs the memory of the weights; a collective only in teams.
 
     Args:
         folder: Hugging Face folder of version 0.
@@ -29,24 +29,25 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Logprobs [N] of the batch's trained tokens at the sampling temperature, over the supports that they were drawn from."""
-        return score_tokens(self._scorer, batch, self._temperature)[0]
+        """Returns logprobs [N] of the batch's trained tokens at the sampling temperature, over their supports."""
+        return score(self._scorer, batch, self._temperature)[0]
 
 
 class PolicyWithoutAdapter:
-    """Version 0 when adapters are trained: the policy's base weights, at no extra memory. A collective under ZeRO-3."""
+    """Version 0 if adapters are trained: the policy's base weights, without extra memory. A collective under ZeRO-3."""
 
     def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Logprobs [N] of the batch's trained tokens at the sampling temperature, over the supports that they were drawn from."""
+        """Returns what `ReferencePolicy.logprobs` does."""
         with lora.disabled(self._engine.lm):
             return self._engine.logprobs(batch)[0]
 
 
-def kl_reference_for(engine: PolicyEngine) -> ReferencePolicy | PolicyWithoutAdapter:
+def reference_for(engine: PolicyEngine) -> ReferencePolicy | PolicyWithoutAdapter:
+    """Returns the KL reference model of an engine's policy."""
     if engine.recipe.learner.lora is not None:
         return PolicyWithoutAdapter(engine)
     return ReferencePolicy(engine.folder, engine.recipe, engine.ranks)

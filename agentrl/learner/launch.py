@@ -1,8 +1,6 @@
-"""`python -m agentrl.learner.launch PARENT_PID ARGS...`: torchrun, tied to the process that started it.
+"""`python -m agentrl.learner.launch PARENT_PID ARGS...` runs torchrun. It dies with its parent, and each worker dies with it.
 
-Killing the launcher must leave nothing behind: the launcher dies with its parent, and each worker with the launcher.
-
-The workers find each other through a store that torchrun hosts. By default it listens on every network interface, and torchrun's dynamic
+The workers find each other through a store that torchrun hosts. By default it listens on every network interface, and the dynamic
 rendezvous unpickles its contents, so anyone who can reach the port could run a program. Here the store listens on the loopback address
 only, and the rendezvous is static, which unpickles nothing.
 """
@@ -22,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def listen_on_loopback() -> int:
-    """Gives the `TCPStore` that this process will host a listener on the loopback address, and returns its port."""
+    """Makes the `TCPStore` of this process listen on the loopback address; returns its port."""
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stores have no type hints
@@ -41,6 +39,7 @@ def listen_on_loopback() -> int:
 
 
 def main() -> None:
+    """Runs torchrun with this process's arguments."""
     die_with_parent(int(sys.argv[1]))
     with freeze_imports():
         port = listen_on_loopback()
@@ -52,12 +51,12 @@ def main() -> None:
         torchrun([*address, *sys.argv[2:], "--parent", str(os.getpid())])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # killed, so it sent no reason itself
-            _tell(rank, -failure.exitcode)
+        if failure.exitcode < 0:  # a killed worker sends no reason
+            _report_kill(rank, -failure.exitcode)
         sys.exit(1)
 
 
-def _tell(rank: int, number: int) -> None:
+def _report_kill(rank: int, number: int) -> None:
     why = " (as the kernel does when memory runs out)" if number == signal.SIGKILL else ""
     message = f"rank {rank} was killed by signal {number}, {signal.Signals(number).name}{why}"
     print(message, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), through peft: W is frozen, the layer computes W + alpha / rank * B A.
 
-B starts at zero, so version 0 is the base policy. There is no dropout: the behaviour policy samples without it, and it would make
-the importance ratios noise. The model is changed in place and keeps its class, and so our attention and our head.
+B starts at zero, so version 0 is the base policy. There is no dropout, because the behaviour policy samples without it. The model is
+changed in place and keeps its class, so the forest attention and the output head still apply.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from agentrl.errors import UserError
 from agentrl.records import ADAPTER
 
 _CONFIG = "adapter_config.json"
-_NAME = "default"  # peft's name of a model's only adapter
+_NAME = "default"  # peft's default adapter name
 _PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file, for peft and vLLM
 
 
 def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
-    """Puts an adapter into a Hugging Face model; from then on only its matrices are trained. The same seed gives the same matrices.
+    """Adds an adapter to a Hugging Face model; then only its matrices are trained. The same seed gives the same matrices.
 
-    Raises `UserError` when `config.target_modules` names a layer that the model lacks, or one whose update cannot be merged.
+    Raises `UserError` if `config.target_modules` names a layer that the model lacks, or one whose update cannot be merged.
     """
     from peft import inject_adapter_in_model
 
@@ -47,12 +47,12 @@ def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
     for path, layer in adapted.items():
         if type(layer.base_layer) is not nn.Linear or id(layer) not in trunk:
             raise UserError(f"learner.lora.target_modules: {path} is not a linear layer below the output head", fix=fix)
-        layer.to(lm.dtype)  # peft keeps adapters of a bfloat16 model in float32; the optimizer has float32 masters anyway
+        layer.to(lm.dtype)  # peft keeps adapters of a bfloat16 model in float32, but the optimizer has float32 masters
 
 
 @contextmanager
 def disabled(lm: Any) -> Iterator[None]:
-    """Switches the adapter off inside the context; for computations without gradient."""
+    """Disables the adapter inside the context, for computations without gradient."""
     layers = [layer for _, layer in _adapted(lm)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -63,8 +63,8 @@ def disabled(lm: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def exclude_frozen_weights(module: nn.Module) -> None:
-    """Limits the module's state dict to trained parameters. Loading one keeps the others, and stays strict about the trained ones."""
+def leave_out_frozen(module: nn.Module) -> None:
+    """Limits the module's state dict to trained parameters. Loading one keeps the others, and is strict about the trained ones."""
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name in _frozen(owner):
@@ -79,11 +79,11 @@ def exclude_frozen_weights(module: nn.Module) -> None:
 
 
 def save(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, *, base: str) -> None:
-    """Writes an adapter in the format of peft and vLLM. Everything that merging needs is in the weights' file, whose hash is recorded.
+    """Writes an adapter in the format of peft and vLLM. The weight file, whose hash is recorded, holds everything that merging needs.
 
     Args:
         weights: the trained matrices by their names in the model.
-        base: name of the model they belong to.
+        base: name of the base model.
     """
     from safetensors.torch import save_file
 

@@ -1,6 +1,6 @@
 """`python -m agentrl.learner.main --run-dir DIR`: one rank of a run's learner, started by torchrun.
 
-It imports little: the process sets its parent death signal before it spends seconds importing torch.
+Its imports are light, because the process must set its parent death signal before it spends seconds importing torch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 
 
 def main() -> int:
-    """0 when all steps are done or a stop was requested, 1 when the learner cannot go on; log and driver get the reason."""
+    """Returns 0 when all steps are done or a stop was requested, 1 on an error; the log and the driver get the reason."""
     parser = argparse.ArgumentParser(description="One rank of a run's learner; start it with torchrun.")
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--root", type=Path, help="the project's root, for parts of its own that the recipe names")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with: the one that started this one")
+    parser.add_argument("--root", type=Path, help="the project's root, for user-supplied parts in the recipe")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with")
     parser.add_argument("--mailbox", help="where to send the exit reason for the driver")
     parser.add_argument("--pulse", help="where to report progress to the driver")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    hold_shared_lock(arguments.run_dir)  # for as long as this process lives
+    hold_part(arguments.run_dir)  # until this process ends
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     log = logging.getLogger("agentrl.learner")
     try:
-        with freeze_imports():
-            from transformers import AutoModelForCausalLM  # noqa: F401  what loading the model imports
+        with imports_kept():
+            from transformers import AutoModelForCausalLM  # noqa: F401  imported here, because loading the model needs it
 
             from agentrl.learner.worker import run_worker
 

@@ -1,7 +1,7 @@
-"""The trainer side of vLLM's GPU weight transfer: full tensors from a DeepSpeed engine straight into the server's memory.
+"""The learner's side of vLLM's GPU weight transfer: full tensors from a DeepSpeed engine into the server's memory.
 
-vLLM ships sources for plain and FSDP modules but none for DeepSpeed. Under ZeRO-3 a parameter is empty until it is gathered,
-and gathering is a collective: every rank iterates over the parameters in the order of `metadata()`.
+vLLM has no weight source for DeepSpeed. Under ZeRO-3 a parameter is empty until it is gathered, and gathering is a collective: every
+rank iterates over the parameters in the order of `metadata()`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from agentrl.serving.trainer_client import PausedServerClient
 
 
 class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not seen by the type checker
-    """Named full parameters of a `PolicyEngine`, in metadata order, on every rank. Each iteration is a fresh pass.
+    """Named full parameters of a `PolicyEngine`, in metadata order, on every rank.
 
-    With tied embeddings the output head is sent too, under its own name: a server with a packed copy of the head would otherwise
-    keep the old one.
+    With tied embeddings the output head is sent too, under its own name, because a server may hold a packed copy of it.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -28,7 +27,7 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not 
         self._aliases = _aliases(engine)
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and full shape of what iteration yields, without gathering."""
+        """Returns name, dtype and full shape of the tensors, without gathering."""
         return [ParamMeta(name, parameter.dtype, shape) for name, parameter, shape in self._entries()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -50,11 +49,10 @@ def connect(
 ) -> NCCLTrainerWeightTransferEngine:
     """Opens the NCCL channel to a server started with `--weight-transfer-config '{"backend": "nccl"}'`. All ranks call it.
 
-    Then, with the server paused, set `client.version` and call `send_weights()` on the result, again on all ranks, for one
-    complete update. `shutdown()` closes the channel.
+    For each update set `client.version` and call `send_weights()` on the result, on all ranks, while the server is paused.
 
     Args:
-        client: of the server's control routes.
+        client: for the server's control routes.
         master_address, master_port: where rank 0 listens for the server's workers.
         server_ranks: GPUs of the server (tensor times data parallel).
     """

@@ -1,4 +1,4 @@
-"""AdamW that refuses gradients that are not finite."""
+"""AdamW that skips non-finite gradients, and the learning rate's schedule."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ RATE_SCALE = "rate_scale"  # key of a parameter group whose learning rate is thi
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW with its own global-norm clipping, for plain data parallelism (ZeRO stage 0), where DeepSpeed does not check gradients.
+    """AdamW with global-norm clipping, for plain data parallelism (ZeRO stage 0), where DeepSpeed does not check gradients.
 
-    Gradients are equal on all ranks when `step` is called, so all ranks decide alike without communicating. A step whose gradient
-    norm is not finite changes neither weights nor moments: clipping alone would spread one NaN over all weights.
+    Gradients are equal on all ranks when `step` is called, so all ranks decide alike without communication. A step with a non-finite
+    gradient norm changes neither weights nor moments: clipping would spread one NaN over all weights.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, max_norm: float, fused: bool | None = None) -> None:
         super().__init__(params, lr=lr, betas=BETAS, eps=EPS, fused=fused)
         self.max_norm = max_norm
         self.grad_norm = float("nan")  # before clipping, of the latest step
-        self.skip_above = math.inf  # a gradient with a larger norm is not applied either
+        self.refuse_above = math.inf
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Clips and applies the gradients, unless their norm is not finite or above `refuse_above`."""
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
-        norm = _norm(gradients)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         self.grad_norm = norm.item()
         if not self.grad_norm <= self.skip_above or math.isinf(self.grad_norm):
             return
@@ -42,27 +43,22 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norm weights, biases) do not. One group when nothing decays."""
-    every = list(parameters)
+    """Splits parameters into matrices, which decay, and vectors (norm weights, biases), which do not. One group if nothing decays."""
+    parameters = list(parameters)
     if weight_decay == 0.0:
-        return [{"params": every, "weight_decay": 0.0}]
-    groups = (([p for p in every if p.dim() > 1], weight_decay), ([p for p in every if p.dim() <= 1], 0.0))
+        return [{"params": parameters, "weight_decay": 0.0}]
+    groups = (([p for p in parameters if p.dim() > 1], weight_decay), ([p for p in parameters if p.dim() <= 1], 0.0))
     return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
 def learning_rate(learner: LearnerConfig, steps: int, step: int) -> float:
-    """Rate of step `step` (from 0) of `steps`: rises linearly over `warmup_steps` steps, then follows `lr_schedule`."""
+    """Returns the rate of step `step` (from 0) of `steps`: a linear rise over `warmup_steps`, then `lr_schedule`."""
     warmup = learner.warmup_steps
     if step < warmup:
         return learner.lr * (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, steps - warmup)  # below 1, so the last step still learns
+    done = (step - warmup) / max(1, steps - warmup)  # below 1, so the last step has a positive rate
     if learner.lr_schedule == "linear":
         return learner.lr * (1.0 - done)
     if learner.lr_schedule == "cosine":
         return learner.lr * 0.5 * (1.0 + math.cos(math.pi * done))
     return learner.lr
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
-    return norm

@@ -1,11 +1,11 @@
-"""How an optimizer step's samples become micro-batches without padding. Deterministic, so that every rank plans by itself."""
+"""Packs the samples of an optimizer step into micro-batches without padding. Deterministic, so each rank plans alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise, repeat
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from agentrl.records.sampling import Supports
 Rows = tuple[Sample, ...]
 
 
-def split_minibatches(batch: Batch, count: int) -> list[Batch]:
-    """Deals a batch's groups out to at most `count` batches with their own denominators; empty ones are left out."""
+def minibatches(batch: Batch, count: int) -> list[Batch]:
+    """Deals a batch's groups out to at most `count` batches with their own denominators; empty ones are dropped."""
     part_of = {index: number % count for number, index in enumerate(batch.group_indices)}
     parts: list[Batch] = []
     for part in range(count):
@@ -35,20 +35,20 @@ def split_minibatches(batch: Batch, count: int) -> list[Batch]:
     return parts
 
 
-def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int, share: bool = True) -> list[Rows]:
-    """The micro-batches of one rank: at most `max_tokens` tokens each, shared ones counted once.
+def plan(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int) -> list[Rows]:
+    """Returns the micro-batches of one rank: at most `max_tokens` tokens each, shared ones counted once.
 
-    Samples in lexicographic order share the most with their neighbours, so consecutive runs become micro-batches. All ranks get
-    the same number, as ZeRO's collectives require (a rank's last may be empty), and the runs are as even as that allows. A
-    sample longer than `max_tokens` gets its own micro-batch.
+    Samples in lexicographic order share the longest prefixes with their neighbours, so consecutive runs become micro-batches. All ranks get
+    the same number, as ZeRO's collectives require (a rank's last may be empty), and the runs are as even as that allows. A sample longer
+    than `max_tokens` gets its own micro-batch.
     """
     if not samples:
         return []
-    ordered = sorted(samples, key=lambda sample: sample.token_ids)  # a stable sort, so equal on every rank
+    ordered = sorted(samples, key=lambda sample: sample.token_ids)  # stable, so equal on every rank
     lengths = [len(sample.token_ids) for sample in ordered]
-    shared = [0, *(common_prefix(a.token_ids, b.token_ids) if share else 0 for a, b in pairwise(ordered))]
+    shared = [0, *(common_prefix(a.token_ids, b.token_ids) for a, b in pairwise(ordered))]
     count = -(-len(_cut(lengths, shared, max_tokens)) // ranks) * ranks
-    low, high = 1, max_tokens  # search for the smallest budget with no more runs than that
+    low, high = 1, max_tokens  # find the smallest budget with at most `count` runs
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_cut(lengths, shared, middle)) <= count else (middle + 1, high)
@@ -73,49 +73,42 @@ def _cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tup
 class MicroBatch:
     """Samples laid out as a forest, with the indices of their trained tokens.
 
-    The model runs over the T tokens of the forest, the output head over U distinct predictions (samples may share trained tokens
-    too); `expand` then maps each of the N trained tokens of the samples to its prediction. In a team (`layout.stretch`) a rank holds
-    its part of the T tokens and of the U predictions; the fields after `expand` are the whole micro-batch's.
+    The model computes the T tokens of the forest, the output head U distinct predictions (samples may share trained tokens too); `expand`
+    maps each of the samples' N trained tokens to its prediction. In a team (`layout.stretch`) a rank holds its part of the T tokens and the
+    U predictions; `expand` and the fields after it cover the whole micro-batch.
     """
 
     input_ids: Tensor  # [1, T]
     layout: ForestLayout
     positions: Tensor  # [U] index into [T] of the token before each predicted one
     targets: Tensor  # [U] ids of the predicted tokens
-    supports: Tensor | None  # [U, K] ids that each was drawn from, -1 beyond the last; a row of -1, or None: the whole vocabulary
+    supports: Tensor | None  # [U, K] ids that each was drawn from, padded with -1; None or a row of -1 means the vocabulary
     expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
-    advantages: Tensor  # [N] float32, NaN where a sample has rewards, until a critic has judged them
-    rewards: Tensor  # [N] float32, NaN where a sample has advantages
+    advantages: Tensor  # [N] float32, NaN if a sample has rewards and no critic has computed its advantages yet
+    rewards: Tensor  # [N] float32, NaN if a sample has advantages
     versions: Tensor  # [N] int64 policy version that sampled the token
-    sequence: Tensor  # [N] int64 global number of the sample that each trained token belongs to
+    sequence: Tensor  # [N] int64 index in the optimizer step of the token's sample
     rollout_tokens: Tensor  # [N] int64 trained tokens of all samples of the token's episode
 
 
-def build_micro_batch(
-    rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, share: bool = True, team: Team | None = None
-) -> MicroBatch:
-    """Tensors of some samples. Without samples it holds two untrained tokens, so that the rank still takes part in collectives.
+def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, team: Team | None = None) -> MicroBatch:
+    """Returns the tensors of some samples. Without samples it holds two untrained tokens, so that the rank still joins collectives.
 
-    `numbers` are the samples' indices within the optimizer step; None counts from 0. The ranks of a `team` pass the same samples
-    and each get their part.
+    `numbers` are the samples' indices within the optimizer step; None counts from 0. All ranks of a `team` pass the same samples.
     """
-    forest = build_forest([row.token_ids for row in rows] or [(0, 0)], share=share)
-    behaviour: list[float] = []
-    advantages: list[float] = []
-    rewards: list[float] = []
-    versions: list[int] = []
-    sequence: list[int] = []
-    rollout_tokens: list[int] = []
-    for number, row in enumerate(rows):
-        behaviour += (value for value, trained in zip(row.logprobs, row.loss_mask, strict=True) if trained)
-        unknown = (math.nan,) * len(row.token_ids)
-        advantages += (value for value, trained in zip(row.advantages or unknown, row.loss_mask, strict=True) if trained)
-        rewards += (value for value, trained in zip(row.rewards or unknown, row.loss_mask, strict=True) if trained)
-        versions += (value for value, trained in zip(row.versions, row.loss_mask, strict=True) if trained)
-        trained = sum(row.loss_mask)
-        sequence += [number if numbers is None else numbers[number]] * trained
-        rollout_tokens += [trained if row.rollout_tokens is None else row.rollout_tokens] * trained
+    forest = lay_out([row.token_ids for row in rows] or [(0, 0)])
+    lengths = [sum(row.loss_mask) for row in rows]
+    rollout_lengths = [length if row.rollout_tokens is None else row.rollout_tokens for row, length in zip(rows, lengths, strict=True)]
+
+    def trained(values: Iterable[Iterable[float]], dtype: torch.dtype = torch.float32) -> Tensor:
+        flat = [value for own, row in zip(values, rows, strict=True) for value in compress(own, row.loss_mask)]
+        return torch.tensor(flat, dtype=dtype, device=device)
+
+    def repeated(values: Sequence[int]) -> Tensor:
+        flat = [value for value, length in zip(values, lengths, strict=True) for _ in range(length)]
+        return torch.tensor(flat, dtype=torch.long, device=device)
+
     positions, targets, expand, supports = _predictions(rows, forest)
     token_ids, stretch = torch.from_numpy(forest.token_ids), None
     if team is not None:
@@ -129,41 +122,41 @@ def build_micro_batch(
         targets=targets.to(device),
         supports=None if supports is None else supports.to(device),
         expand=expand.to(device),
-        behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
-        rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
-        versions=torch.tensor(versions, dtype=torch.long, device=device),
-        sequence=torch.tensor(sequence, dtype=torch.long, device=device),
-        rollout_tokens=torch.tensor(rollout_tokens, dtype=torch.long, device=device),
+        behaviour=trained(row.logprobs for row in rows),
+        advantages=trained(row.advantages or repeat(math.nan) for row in rows),
+        rewards=trained(row.rewards or repeat(math.nan) for row in rows),
+        versions=trained((row.versions for row in rows), torch.long),
+        sequence=repeated(range(len(rows)) if numbers is None else numbers),
+        rollout_tokens=repeated(rollout_lengths),
     )
 
 
 def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
-    """Raises `LearnerError` for a token outside an embedding of `size` rows, also for one that only might have been sampled."""
+    """Raises `LearnerError` for a token outside an embedding of `size` rows, also in a support."""
     for sample in samples:
         supported = () if sample.supports is None else sample.supports.token_ids
         for ids in (sample.token_ids, supported):
             if len(ids) and not 0 <= min(ids) <= max(ids) < size:
                 wrong = next(token for token in ids if not 0 <= token < size)
                 raise LearnerError(
-                    f"episode {sample.episode_id} holds token {wrong}, and the policy's vocabulary has {size}: server and learner do not"
-                    " run the same model, or its tokenizer is larger than its embedding. Start the run again with one model folder for both"
+                    f"episode {sample.episode_id} holds token {wrong}, but the policy's vocabulary has {size}: server and learner run"
+                    " different models, or the tokenizer is larger than the embedding. Restart the run with one model folder for both"
                 )
 
 
-def single_sequence(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
-    """One plain sequence: its ids [1, T] and its layout."""
-    forest = build_forest([row])
+def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
+    """Returns one plain sequence: its ids [1, T] and its layout."""
+    forest = lay_out([row])
     return torch.from_numpy(forest.token_ids)[None].to(device), ForestLayout(forest, device)
 
 
 def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Positions, targets and supports of the distinct predictions, and the index of each trained token's prediction.
 
-    Samples that agree up to a token share its prediction only if they were drawn from the same support: two attempts may have said the
-    same by chance, from different weights.
+    Samples that agree up to a token share its prediction only if it has the same support in both: two attempts may sample the same tokens
+    from different weights.
     """
-    known: dict[bytes, int] = {b"": 0}  # each distinct support has a number; 0 is the whole vocabulary
+    known: dict[bytes, int] = {b"": 0}  # number of each distinct support; 0 is the whole vocabulary
     triples = [np.empty((0, 3), np.int64)]
     for row, path in zip(rows, forest.paths, strict=False):  # without rows the forest has one path of padding
         trained = np.flatnonzero(row.loss_mask)
@@ -176,7 +169,7 @@ def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _numbers(supports: Supports | None, trained: Ints, known: dict[bytes, int]) -> Ints:
-    """The number of each trained token's support; supports that are new are added to the known ones."""
+    """The number of each trained token's support; new supports are added to `known`."""
     if supports is None:
         return np.zeros(len(trained), np.int64)
     sizes = np.frombuffer(supports.sizes, "<u2").astype(np.int64)
@@ -187,7 +180,7 @@ def _numbers(supports: Supports | None, trained: Ints, known: dict[bytes, int]) 
 
 
 def _table(known: Mapping[bytes, int]) -> Ints:
-    """[S, K] the ids of every known support, -1 beyond the last."""
+    """[S, K] the ids of every known support, padded with -1."""
     table = np.full((len(known), max(map(len, known)) // 4), -1, np.int64)
     for body, number in known.items():
         table[number, : len(body) // 4] = np.frombuffer(body, "<u4")

@@ -1,4 +1,4 @@
-"""The learner as a child of the driver: start, watch and stop it, and leave nothing behind."""
+"""The learner as a child process of the driver."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from agentrl.learner.progress import ProgressPipe
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
-"""Deadline for the learner's first work of a kind: loading a model, compiling for a first batch, writing a first checkpoint."""
-_LOOK_S = 0.5
+"""Deadline for the learner's first work of a kind: loading the model, compiling for the first batch, writing the first checkpoint."""
+_POLL_S = 0.5
 _GONE_S = 60.0
 
 
 class LearnerProcess:
     """torchrun with `recipe.learner.ranks` workers (`agentrl.learner.main`), in its own process group.
 
-    Its progress has a deadline (`liveness`): a learner that makes no progress is killed and fails like one that died.
-
-    Output is appended to `run_dir/logs/learner.log`. The processes die with the driver, even when it is killed. Call `start`
-    from a thread that lives as long as the learner should (the parent death signal follows the thread).
+    Its progress has a deadline (`liveness`): a learner without progress is killed and counts as failed. Output is appended to
+    `run_dir/logs/learner.log`. The processes die with the driver, even if it is killed. Call `start` from a thread that lives as long as
+    the learner should, because the parent death signal follows the thread.
     """
 
     def __init__(self, run_dir: Path, recipe: Recipe, *, gpus: str | None = None, root: Path | None = None) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None leaves them what the driver has. `root`: the project's, for its own parts."""
+        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None inherits the driver's. `root`: project root, for user-supplied parts."""
         self.run_dir = run_dir
         self.recipe = recipe
         self.gpus = gpus
@@ -51,14 +50,16 @@ class LearnerProcess:
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def returncode(self) -> int | None:
+        """The exit code; None if it runs or was never started."""
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Starts the processes and returns at once; the log says when they are ready. Raises `LearnerError` if already started."""
+        """Starts the processes and returns at once. Raises `LearnerError` if they already run."""
         if self.alive:
             raise LearnerError("the learner is already running")
         self._mailbox.discard()
@@ -82,11 +83,10 @@ class LearnerProcess:
             os.close(part)
 
     async def wait(self, *, timeout_s: float | None = None) -> None:
-        """Waits for the learner to end, and kills it if it makes no progress.
+        """Waits until the learner ends, and kills it if it makes no progress.
 
-        Raises `LearnerHalted` when it stopped at a limit, `UserError` when it refuses the model or the recipe, `DiskFull` when the disk
-        is full, `LearnerError` with the cause when it fails otherwise or was killed, and `TimeoutError` when it still runs after
-        `timeout_s`.
+        Raises `LearnerHalted` if it stopped at a limit, `UserError` if it rejects the model or the recipe, `DiskFull` if the disk is full,
+        `LearnerError` with the cause for another failure, and `TimeoutError` if it still runs after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
@@ -97,7 +97,7 @@ class LearnerProcess:
     async def _ended(self, process: asyncio.subprocess.Process) -> None:
         while process.returncode is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_POLL_S):
                     await process.wait()
             self._reports.forward(self.liveness)
             if process.returncode is None and (stuck := self.liveness.overdue()):
@@ -110,19 +110,19 @@ class LearnerProcess:
         if code in (None, 0):
             return
         if (reason := self._mailbox.best()) is not None:
-            raise reason.to_error(self.log_path)
-        cause, fix = cause_in_log(self.log_tail())  # the process sent nothing: killed, or broken before its first line
+            raise reason.error(self.log_path)
+        cause, fix = in_log(self.log_tail())  # it sent no reason: it was killed or failed early
         advice = f"\n  fix: {fix}" if fix else ""
         raise LearnerError(
             f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
         )
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
-        """Asks the workers to finish the current step, waits `grace_s`, then kills the whole tree. Idempotent."""
+        """Asks the workers to finish the current step, waits `grace_s`, then kills all processes. Idempotent."""
         if self._process is None:
             return
         if self.alive:
-            # The workers, not torchrun: torchrun would kill them after 30 s whatever they are doing.
+            # Signal the workers, not torchrun, which would kill them after 30 s.
             for worker in _children(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)
@@ -132,7 +132,7 @@ class LearnerProcess:
                 await self.kill()
 
     async def kill(self) -> None:
-        """Kills the learner now and returns once none of its processes is left, stopped ones included. Idempotent.
+        """Kills the learner and returns when none of its processes is left. Idempotent.
 
         Raises `LearnerError` if a process has not ended within a minute: a new learner must not write at the same time.
         """
@@ -143,26 +143,24 @@ class LearnerProcess:
         await self._process.wait()  # the workers die with the launcher
         try:
             async with asyncio.timeout(_GONE_S):
-                while left := [pid for pid in workers if _runs(pid)]:
+                while left := [pid for pid in workers if _stat(pid)[0] not in ("", "Z")]:
                     await asyncio.sleep(0.01)
         except TimeoutError:
             raise LearnerError(
-                f"process {left[0]} of the learner does not end after SIGKILL: it waits for a disk or a GPU that does not respond\n"
+                f"process {left[0]} of the learner does not end after SIGKILL: a disk or GPU does not respond\n"
                 "  fix: check the disk and the GPU, and wait for the process to end before you resume"
             ) from None
 
     def log_tail(self) -> str:
-        """The end of the log, of this start alone."""
-        return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
+        """Returns the end of the log since the last start."""
+        return tail(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "-m"]
-        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, *self._worker()]
-
-    def _worker(self) -> list[str]:
-        root = [] if self.root is None else ["--root", str(self.root)]
         addresses = ["--mailbox", self._mailbox.address, "--pulse", self._reports.address]
-        return ["agentrl.learner.main", "--run-dir", str(self.run_dir), *addresses, *root]
+        root = [] if self.root is None else ["--root", str(self.root)]
+        worker = ["agentrl.learner.main", "--run-dir", str(self.run_dir), *addresses, *root]
+        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, *worker]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner
@@ -170,28 +168,22 @@ class LearnerProcess:
         return {
             **child_environment(os.environ),
             **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
-            # Where server and learner compute side by side, threads that spin were measured to make a step 2 to 9 times longer.
-            **openmp_environment(threads, alone=self.recipe.max_staleness == 0),
+            # If server and learner compute at the same time, spinning threads make a step 2 to 9 times longer (measured).
+            **openmp(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
 
 
-def _runs(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+def _stat(pid: int) -> tuple[str, int]:
+    """State and parent of a process; ("", 0) if it does not exist."""
+    try:  # the program's name, in parentheses, may contain anything
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return "", 0
+    return state, int(parent)
 
 
 def _children(parent: int) -> list[int]:
-    """Process ids whose parent is `parent`."""
-    children = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                # The program's name, in parentheses, may contain anything; after it come the state and the parent.
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                    children.append(int(entry.name))
-    return children
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return [pid for pid in pids if _stat(pid)[1] == parent]

@@ -1,4 +1,4 @@
-"""Reports of progress from the learner to its driver, through a pipe on which neither side blocks.
+"""Progress reports from the learner to its driver, through a pipe on which neither side blocks.
 
 Rank 0 reports for all ranks: it waits for the others in collectives, so one stuck rank stops its reports.
 """
@@ -15,21 +15,21 @@ import weakref
 from agentrl.base.liveness import Liveness
 
 _LONGEST = 80  # characters of one kind of work
-_READ_BYTES = 1 << 20  # of one read: more than the pipe holds
+_READ_BYTES = 1 << 20  # more than the pipe holds
 
 
-class ProgressReporter:
-    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address`: of `ProgressPipe`; None disables reports."""
+class Pulse:
+    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address` is `Reports.address`; None disables reports."""
 
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
         if address is not None:
-            with contextlib.suppress(OSError):  # the driver is gone, and this process is about to go
+            with contextlib.suppress(OSError):  # the driver has ended, so this process ends soon
                 self._pipe = os.open(address, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __call__(self, work: str, size: float = 1.0) -> None:
         if self._pipe is not None:
-            with contextlib.suppress(OSError):  # full while the driver does not look: a later report says the same
+            with contextlib.suppress(OSError):  # the pipe is full until the driver reads it; later reports follow
                 os.write(self._pipe, f"{json.dumps([time.monotonic(), size, work[:_LONGEST]])}\n".encode())
 
 
@@ -51,8 +51,8 @@ class ProgressPipe:
         self._lines()
         self._rest = b""
 
-    def forward(self, liveness: Liveness) -> None:
-        """Passes the reports since the last call to `liveness`. Malformed lines are ignored."""
+    def pass_on(self, liveness: Liveness) -> None:
+        """Forwards the reports since the last call to `liveness`. Malformed lines are ignored."""
         for line in self._lines():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 at, size, work = json.loads(line)

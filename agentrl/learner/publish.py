@@ -1,8 +1,8 @@
-"""Publishing a policy version: a Hugging Face folder that servers and `from_pretrained` load, with a probe to verify it.
+"""Publishes a policy version: a Hugging Face folder that servers and `from_pretrained` load, with a probe to verify it.
 
 `versions/000012/` holds model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
-the update that made it) and `probe.json` (an `agentrl.records.Probe`: the learner's own logprobs of a few token rows). With LoRA
-it holds adapter_model.safetensors and adapter_config.json instead; the base weights are in version 0.
+the update) and `probe.json` (an `agentrl.records.Probe`: the learner's logprobs of a few token rows). With LoRA it holds
+adapter_model.safetensors and adapter_config.json instead; the base weights are in version 0.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
 
-from agentrl.base.files import commit_folder, partial_folder, sha256_file, write_atomically
+from agentrl import codec
+from agentrl.files import commit_folder, part_folder, replacing, sha256_file, write
 from agentrl.learner import lora
 from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
@@ -25,45 +27,40 @@ from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, c
 from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
-_DELTA_PAYS = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
+_LARGEST_DELTA = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
 PROBE_ROWS = 4
 _BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
-_PROBE_TOKENS = 128  # of a row: both sides compute them beside everything else of a swap, and a wrong tensor shows at any token
+_PROBE_TOKENS = 128  # of a row; a wrong tensor shows at any token
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
 _OWN_FILES = ("config.json", "generation_config.json", "version.json", "update.json", "probe.json")
 
 
 def version_folder(run_dir: Path, number: int) -> Path:
+    """Returns the folder of a version."""
     return run_dir / "versions" / f"{number:06d}"
 
 
-def select_probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
-    """Ends of up to `PROBE_ROWS` contexts from different groups; a fixed row when the groups hold no tokens.
+def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the ends of up to `PROBE_ROWS` contexts from different groups; a fixed row if the groups hold no tokens.
 
-    Ends, because contexts of one family often begin alike. Rows are shorter than the model's context, because a server must sample
-    one more token to return a row's logprobs.
+    The ends, because contexts of one family often start alike. A row is shorter than the model's context, because a server must sample one
+    more token to return its logprobs.
     """
     longest = min(_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
     for group in groups:
-        contexts = (
-            tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))[-longest:]
-            for scored in group.episodes
-            for trajectory in scored.episode.trajectories
-        )
-        row = next((context for context in contexts if len(context) > 1), None)
-        if row is not None:
-            rows.append(row)
+        trajectories = (trajectory for scored in group.episodes for trajectory in scored.episode.trajectories)
+        contexts = (tuple(t for turn in trajectory.turns for t in (*turn.prompt_ids, *turn.completion_ids)) for trajectory in trajectories)
+        rows += islice((context[-longest:] for context in contexts if len(context) > 1), 1)
     return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
 
 
-def write_base_probe(run_dir: Path, engine: PolicyEngine) -> None:
-    """Writes the probe of version 0, whose weights the engine has, unless version 0 has one. All ranks call it.
+def write_reference(run_dir: Path, engine: PolicyEngine) -> None:
+    """Writes the probe of version 0, whose weights the engine holds, unless it exists. All ranks call it.
 
-    Servers are compared with it before anything is sampled. Its rows are greedy continuations of a few tokens, because in bfloat16 the
-    logprobs of unlikely tokens differ more between two implementations. The tokens are from the middle of the vocabulary, because
-    tokenizers have their control tokens at its ends: a row that starts with one may amplify rounding (SmolLM2 in float32: 2.4e-4 nats
-    from float64 after token 0, 1.5e-5 after ordinary tokens).
+    Servers are compared with it before anything is sampled. Its rows are greedy continuations, because in bfloat16 the logprobs of unlikely
+    tokens differ more between implementations. They start with tokens from the middle of the vocabulary, because control tokens, which are
+    at its ends, may amplify rounding (SmolLM2 in float32: 2.4e-4 nats from float64 after token 0, 1.5e-5 after ordinary tokens).
     """
     path, ranks = version_folder(run_dir, 0) / "probe.json", engine.ranks
     if ranks.from_first(int(path.exists())):
@@ -91,11 +88,11 @@ def publish_version(
     keep: int,
     full_every: int | None = None,
 ) -> None:
-    """Exports the engine's weights as version `number`, registers it, and removes old versions' weights. All ranks call it.
+    """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights. All ranks call it.
 
-    The same engine state gives the same bytes. With `full_every` a version is a delta of its parent where that is smaller, except
-    when `full_every` divides its number. Raises `DiskFull` or `LearnerError` when the disk refuses, `StoreError` when the number
-    is registered with other weights.
+    The same engine state gives the same bytes. With `full_every` a version is a delta of its parent if that is smaller, except when
+    `full_every` divides its number. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is registered with
+    other weights.
     """
     weights = gather_weights(engine)
     probe = engine.probe(rows)
@@ -111,8 +108,8 @@ def publish_version(
     engine.ranks.barrier()
 
 
-def gather_weights(engine: PolicyEngine) -> dict[str, Tensor]:
-    """Name -> full CPU tensor of every trained parameter, on rank 0; an empty dict elsewhere. A collective: ZeRO-3 shards are gathered."""
+def gather(engine: PolicyEngine) -> dict[str, Tensor]:
+    """Returns the full CPU tensor of every trained parameter by name, on rank 0; an empty dict elsewhere. A collective."""
     weights: dict[str, Tensor] = {}
     for name, parameter, _ in engine.parameters():
         with engine.gathered(parameter) as full:
@@ -134,7 +131,8 @@ def _export(
     adapter = engine.recipe.learner.lora
     if adapter is None:
         engine.lm.save_pretrained(part, state_dict=weights, max_shard_size="1TB")
-        _copy_tokenizer(version_folder(run_dir, 0), part)
+        ignored = shutil.ignore_patterns(*_NOT_COPIED, *_OWN_FILES, ".*")  # copies the tokenizer and chat template
+        shutil.copytree(version_folder(run_dir, 0), part, ignore=ignored, dirs_exist_ok=True)
     else:
         lora.save(part, weights, adapter, base=engine.recipe.policy.model)
     (part / "update.json").write_text(json.dumps(dict(metrics), indent=1, allow_nan=False))
@@ -145,31 +143,24 @@ def _export(
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
-    """Replaces the whole weights by a delta where that is smaller, and keeps a copy of them for the next version's delta.
+    """Replaces the whole weights by a delta if that is smaller, and keeps a copy of them for the next version's delta.
 
-    The copy on disk may be any version's, or torn by a power cut: a delta is used only if its base has the parent's checksum.
+    The copy may be another version's, or torn by a power cut, so a delta is used only if its base has the parent's checksum.
     """
     newest = part.with_name(deltas.NEWEST_WEIGHTS)
     if not whole and parent is not None and newest.exists():
         delta = deltas.write_delta(newest, part / WHOLE_MODEL, part, number=parent.number)
         if delta is not None:
-            size = (part / deltas.DELTA_FILE).stat().st_size
-            log.info("version %d: its delta has %.1f %% of the bytes", version.number, 100 * size / delta.size)
-            if delta.parent_sha256 == parent.sha256 and size <= _DELTA_PAYS * delta.size:
+            size = (part / deltas.FRAMES).stat().st_size
+            log.info("version %d: the delta has %.1f %% of the bytes", version.number, 100 * size / delta.size)
+            if delta.parent_sha256 == parent.sha256 and size <= _LARGEST_DELTA * delta.size:
                 (part / WHOLE_MODEL).replace(newest)
                 return
-            (part / deltas.DELTA_FILE).unlink()
-            (part / deltas.DELTA_RECORD).unlink()
-    beside = newest.with_name(f"{newest.name}.part")
-    beside.unlink(missing_ok=True)
-    try:
-        os.link(part / WHOLE_MODEL, beside)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(part / WHOLE_MODEL, beside)
-    beside.replace(newest)
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Everything in version 0's folder that is neither weights nor written by an export."""
-    ignored = shutil.ignore_patterns(*_NOT_COPIED, *_OWN_FILES, ".*")
-    shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
+            (part / deltas.FRAMES).unlink()
+            (part / deltas.RECORD).unlink()
+    with replacing(newest) as copy:
+        copy.unlink(missing_ok=True)
+        try:
+            os.link(part / WHOLE_MODEL, copy)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(part / WHOLE_MODEL, copy)

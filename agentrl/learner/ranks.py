@@ -1,4 +1,4 @@
-"""The processes of one learner and how they communicate: torch.distributed, gloo on CPU and NCCL on CUDA."""
+"""The processes of one learner and their communication: torch.distributed, gloo on CPU and NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Ranks that share every sequence (`agentrl.learner.ulysses`), and this process's rank in the team."""
+    """Ranks that share every sequence (`agentrl.learner.ulysses`), and this process's rank among them."""
 
     rank: int
     size: int
@@ -28,31 +28,32 @@ class Team:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's rank among the learner's processes, and the means to communicate."""
+    """This process's rank among the learner's processes, and collectives over them."""
 
     rank: int
     size: int
     device: torch.device
-    control: dist.ProcessGroup  # gloo on every device: flags between the processes' Python code
+    control: dist.ProcessGroup  # gloo on every device
     team: Team | None = None
-    report_progress: ProgressReporter = SILENT  # called before each piece of work, on every rank; rank 0's reaches the driver
+    pulse: Pulse = SILENT  # reports each piece of work before it starts; only rank 0 sends
 
     @property
-    def is_first(self) -> bool:
+    def first(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
-    def data_parallel_size(self) -> int:
-        """Number of parts that a batch is divided into: one for each rank, or for each team."""
+    def shares(self) -> int:
+        """The number of parts that a batch is divided into: one per rank, or per team."""
         return self.size // self.team.size if self.team else self.size
 
     @property
-    def data_parallel_rank(self) -> int:
-        """Index of this rank's part."""
+    def share(self) -> int:
+        """The index of this rank's part."""
         return self.rank // self.team.size if self.team else self.rank
 
     def sum(self, values: Tensor) -> Tensor:
-        """The elementwise sum over the shares of a batch, as a CPU tensor; the ranks of a team hold one share, which counts once."""
+        """Returns the elementwise sum over the parts of a batch, as a CPU tensor; a team counts once."""
         total = values.detach().cpu().clone()
         if self.team is not None and self.team.rank:
             total.zero_()
@@ -60,39 +61,41 @@ class Ranks:
         return total
 
     def max(self, values: Tensor) -> Tensor:
+        """Returns the elementwise maximum over all ranks, as a CPU tensor."""
         total = values.detach().cpu().clone()
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.control)
         return total
 
-    def from_first(self, value: int) -> int:
-        """Rank 0's value, on every rank."""
-        told = torch.tensor([value])
-        dist.broadcast(told, src=0, group=self.control)
-        return int(told.item())
+    def decide(self, value: int) -> int:
+        """Returns rank 0's value on every rank."""
+        tensor = torch.tensor([value])
+        dist.broadcast(tensor, src=0, group=self.control)
+        return int(tensor.item())
 
     def barrier(self) -> None:
+        """Waits for all ranks."""
         dist.barrier(group=self.control)
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """`auto` is cuda where torch finds a GPU, else cpu."""
+    """Returns cuda for `auto` if torch has a GPU, else cpu."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
 
 
 def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
-    """Joins the other processes that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK and the rendezvous address)."""
+    """Joins the processes that torchrun started. It sets RANK, WORLD_SIZE, LOCAL_RANK and the rendezvous address."""
     kind = resolve_device(device)
-    # DeepSpeed guesses its accelerator on import and would warn, or take a CPU for a GPU machine's learner.
+    # Otherwise DeepSpeed guesses its accelerator on import.
     os.environ["DS_ACCELERATOR"] = kind
     if kind == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # gloo otherwise binds to whatever the host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # otherwise gloo binds to the host name's address
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     import deepspeed
 
-    # DeepSpeed would compile its shared-memory collectives now, for minutes, and a killed process would leave files in /dev/shm.
+    # DeepSpeed's shared-memory collectives compile for minutes, and a killed process leaves files in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     deepspeed.init_distributed(dist_backend="nccl" if kind == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
@@ -103,11 +106,12 @@ def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
 
 
 def leave() -> None:
+    """Leaves the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def loopback() -> str:
-    """Name of the loopback network interface."""
+    """Returns the name of the loopback network interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next(name for name in ("lo", "lo0", names[0]) if name in names)

@@ -1,7 +1,7 @@
 """Reads torch files without running code from them.
 
-`torch.load` reads pickles. With `weights_only=False`, which DeepSpeed's loads pass, a file can run any program. Here every load accepts
-only tensors, plain values and the three classes below, and raises an error for anything else.
+`torch.load` reads pickles. With `weights_only=False`, which DeepSpeed passes, a file can run any program. Here every load accepts only
+tensors, plain values and the three classes below.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch at each load; it overr
 
 @contextmanager
 def tensors_only(what: str) -> Iterator[None]:
-    """Within the block, every `torch.load` of this process and its child processes accepts only tensors and plain values.
+    """Within the block, every `torch.load` of this process and its children accepts only tensors and plain values.
 
-    Raises `LearnerError`, which includes `what`, for a file that holds anything else.
+    Raises `LearnerError`, which includes `what`, for a file with anything else.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -37,7 +37,7 @@ def tensors_only(what: str) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         raise LearnerError(
-            f"{what} holds more than tensors and plain values ({_first_line(error)}); no code in it was run\n"
+            f"{what} holds more than tensors and plain values ({_first_line(error)}); none of its code was run\n"
             "  fix: resume from a checkpoint that this run has written"
         ) from error
     finally:
@@ -48,7 +48,7 @@ def tensors_only(what: str) -> Iterator[None]:
 
 
 def read(path: Path) -> Any:
-    """The content of a file, on the CPU. Use inside `tensors_only`."""
+    """Returns the content of a file, on the CPU. Use inside `tensors_only`."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

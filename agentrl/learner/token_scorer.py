@@ -1,4 +1,4 @@
-"""Logprobs and entropies of chosen tokens, without ever holding the logits of a whole batch."""
+"""Logprobs and entropies of selected tokens, without the logits of a whole batch in memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.records.sampling import MAX_SUPPORT
 
-LOGITS_AT_ONCE = 2**25  # float32 logits alive at a time: 128 MiB, and a few times that in the backward pass
+LOGITS_AT_ONCE = 2**25  # float32 logits in memory at a time: 128 MiB, and a few times that in the backward pass
 
 LIKELIEST = MAX_SUPPORT + 8
-"""How many of the likeliest tokens are told of a distribution: any support, and some that a rounding may exchange with its last."""
+"""Number of most likely tokens in a probe: the largest support, plus some that rounding may exchange with its last."""
 
 
 class TokenScorer(nn.Module):
-    """A causal language model that returns logprobs of chosen tokens instead of logits of all.
+    """A causal language model that returns logprobs of selected tokens instead of all logits.
 
-    Only the requested positions go through the output head, in chunks; with more than one chunk the logits are not kept but
-    recomputed in the backward pass. DeepSpeed wraps this module, not the model: the head's weight is a parameter of the module
-    that uses it, so ZeRO-3 gathers it once, however many chunks each rank needs.
+    Only the requested positions pass the output head, in chunks; with more than one chunk the logits are recomputed in the backward pass.
+    DeepSpeed wraps this module instead of the model, so ZeRO-3 gathers the head's weight once, however many chunks each rank needs.
     """
 
     def __init__(self, lm: Any, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
@@ -43,23 +42,23 @@ class TokenScorer(nn.Module):
         supports: Tensor | None = None,
         ahead: float | None = None,
     ) -> tuple[Tensor, ...]:
-        """Logprobs [N] and entropies [N] in nats of the softmax of logits / temperature; float32, or float64 as the model.
+        """Returns logprobs [N] and entropies [N] in nats of softmax(logits / temperature); float32, or float64 for a float64 model.
 
         Args:
             input_ids: [1, T] tokens of a forest of sequences.
-            layout: which token continues which.
+            layout: which token follows which.
             positions: [N] index into [T] of the predicting token.
             targets: [N] ids of the predicted tokens.
-            supports: [N, K] the tokens that each softmax is over; see `LogprobHead.forward`.
-            ahead: also returns the logprobs [1, M] and ids [1, M] of the likeliest tokens after the last of `positions`, at this
-                temperature and over the whole vocabulary.
+            supports: [N, K] tokens that each softmax is over; see `LogprobHead.forward`.
+            ahead: also return logprobs [1, M] and ids [1, M] of the most likely tokens after the last of `positions`, at this temperature
+                and over the whole vocabulary.
         """
         hidden = self.hidden(input_ids, layout, positions)
         scored: tuple[Tensor, ...] = self.head(hidden, targets, temperature, supports)
         return scored if ahead is None else (*scored, *self.head(hidden[-1:], None, ahead))
 
     def hidden(self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, *, frozen: bool = False) -> Tensor:
-        """The trunk's last hidden states [N, H] at `positions`; without gradient when `frozen`."""
+        """Returns the trunk's last hidden states [N, H] at `positions`; without gradient if `frozen`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             output = self.lm.base_model(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
         states: Tensor = output.last_hidden_state[0, positions]
@@ -76,11 +75,10 @@ class LogprobHead(nn.Module):
         self.rows = max(1, logits_at_once // linear.weight.shape[0])
 
     def forward(self, hidden: Tensor, targets: Tensor | None, temperature: float, supports: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] of `targets` and entropies [N], both with gradient; without targets those of the likeliest tokens, and their ids.
+        """Returns logprobs [N] of `targets` and entropies [N], with gradient; without targets, logprobs and ids of the most likely tokens.
 
-        `supports` [N, K]: ids of the tokens that a target was drawn from, itself among them, and -1 beyond the last; a row of -1
-        stands for the whole vocabulary, as None does. Logprob and entropy are then of the softmax over these tokens alone, and only
-        their logits are computed: K rows of the head instead of all.
+        `supports` [N, K]: ids of the tokens that a target was drawn from, including the target, padded with -1. None or a row of -1 means
+        the whole vocabulary. The softmax is then over these tokens only, and only K rows of the head are computed.
         """
         if targets is None:
             best = _log_softmax(hidden, self.weight, self.bias, temperature, None).topk(min(LIKELIEST, self.weight.shape[0]), dim=-1)
@@ -90,16 +88,19 @@ class LogprobHead(nn.Module):
         whole = supports[:, 0] < 0
         if not whole.any():
             return self._score(hidden, targets, temperature, supports)
-        parts = [torch.nonzero(one)[:, 0] for one in (whole, ~whole)]
-        over = (None, supports[parts[1]])
-        found = [self._score(hidden[at], targets[at], temperature, some) for at, some in zip(parts, over, strict=True) if len(at)]
-        back = torch.cat(parts).argsort()
-        logprobs, entropy = (torch.cat(some)[back] for some in zip(*found, strict=True))
+        rows = [torch.nonzero(mask)[:, 0] for mask in (whole, ~whole)]
+        scored = [
+            self._score(hidden[at], targets[at], temperature, over)
+            for at, over in zip(rows, (None, supports[rows[1]]), strict=True)
+            if len(at)
+        ]
+        order = torch.cat(rows).argsort()
+        logprobs, entropy = (torch.cat(parts)[order] for parts in zip(*scored, strict=True))
         return logprobs, entropy
 
     def _score(self, hidden: Tensor, targets: Tensor, temperature: float, supports: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = self.rows
-        if supports is not None:  # what is alive for a row is up to K rows of the weight, instead of V logits
+        if supports is not None:  # a row needs up to K rows of the weight, instead of V logits
             rows = max(1, rows * self.weight.shape[0] // (supports.shape[1] * self.weight.shape[1]))
         if supports is not None or len(hidden) > rows:
             logprobs, entropy = _Chunked.apply(hidden, self.weight, self.bias, targets, supports, temperature, rows)  # type: ignore[no-untyped-call]
@@ -109,14 +110,13 @@ class LogprobHead(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """Some rows at a time, forward and backward: at most a few times `rows` x vocabulary floats are alive at once, or `rows` x support
-    x width where there are supports.
+    """Computes some rows at a time, forward and backward: at most a few times `rows` x vocabulary floats are in memory at once.
 
     With z the logits over temperature, p = softmax(z) over the whole vocabulary or a support, and H its entropy,
 
         d logprob / d z_j = [j = target] - p_j        d H / d z_j = -p_j (log p_j + H)
 
-    which is 0 outside of the support, where p_j = 0. Tokens of supports always go this way, in one chunk where there are few.
+    Both are 0 outside of the support. Tokens with supports always take this path.
     """
 
     @staticmethod
@@ -133,13 +133,13 @@ class _Chunked(torch.autograd.Function):
         logprobs, entropies = [], []
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
-            some = None if supports is None else supports[at]
-            logp = _log_softmax(hidden[at], weight, bias, temperature, some)
-            logprobs.append(logp.gather(-1, _columns(targets[at], some)).squeeze(-1))
-            entropies.append(_entropy(logp, some))
+            support = None if supports is None else supports[at]
+            logp = _log_softmax(hidden[at], weight, bias, temperature, support)
+            logprobs.append(logp.gather(-1, _columns(targets[at], support)).squeeze(-1))
+            entropies.append(_entropy(logp, support))
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, targets, supports, entropy)
-        ctx.weight, ctx.bias = weight, bias  # not saved by autograd: ZeRO-3 frees a parameter's memory and gathers it again
+        ctx.weight, ctx.bias = weight, bias  # not saved by autograd: ZeRO-3 frees a parameter's memory and gathers it later
         ctx.temperature, ctx.rows = temperature, rows
         return torch.cat(logprobs), entropy
 
@@ -149,20 +149,20 @@ class _Chunked(torch.autograd.Function):
         weight, bias = ctx.weight, ctx.bias
         to_hidden = torch.empty_like(hidden)
         to_weight, to_bias = (  # with adapters the head is not trained; skipping its gradient saves a third of the work
-            torch.zeros(one.shape, dtype=gradients[0].dtype, device=one.device) if one is not None and wanted else None
-            for one, wanted in ((weight, ctx.needs_input_grad[1]), (bias, ctx.needs_input_grad[2]))
+            torch.zeros(parameter.shape, dtype=gradients[0].dtype, device=parameter.device) if parameter is not None and wanted else None
+            for parameter, wanted in ((weight, ctx.needs_input_grad[1]), (bias, ctx.needs_input_grad[2]))
         )
         for start in range(0, len(hidden), ctx.rows):
             at = slice(start, start + ctx.rows)
-            some = None if supports is None else supports[at]
-            logp = _log_softmax(hidden[at], weight, bias, ctx.temperature, some)
+            support = None if supports is None else supports[at]
+            logp = _log_softmax(hidden[at], weight, bias, ctx.temperature, support)
             to_logprob, to_entropy = (gradient[at, None] for gradient in gradients)
             slope = logp.exp()
-            if some is not None:
-                logp.masked_fill_(some < 0, 0.0)
+            if support is not None:
+                logp.masked_fill_(support < 0, 0.0)
             logp.add_(entropy[at, None]).mul_(to_entropy).add_(to_logprob)
-            slope.mul_(logp).neg_().scatter_add_(1, _columns(targets[at], some), to_logprob).div_(ctx.temperature)
-            to_hidden[at] = _push_back(slope, hidden[at], weight, some, to_weight, to_bias)
+            slope.mul_(logp).neg_().scatter_add_(1, _columns(targets[at], support), to_logprob).div_(ctx.temperature)
+            to_hidden[at] = _push_back(slope, hidden[at], weight, support, to_weight, to_bias)
         to_weight, to_bias = (None if total is None else total.to(weight.dtype) for total in (to_weight, to_bias))
         return to_hidden, to_weight, to_bias, None, None, None, None
 
@@ -170,7 +170,7 @@ class _Chunked(torch.autograd.Function):
 def _push_back(
     slope: Tensor, hidden: Tensor, weight: Tensor, supports: Tensor | None, to_weight: Tensor | None, to_bias: Tensor | None
 ) -> Tensor:
-    """From the gradient of some logits, [n, V] or [n, K], to that of the hidden states; adds to those of weight and bias."""
+    """Returns the gradient of the hidden states from that of logits [n, V] or [n, K]; adds to the gradients of weight and bias."""
     if supports is not None:
         inside = supports >= 0
         rows, ids, slope = inside.nonzero()[:, 0], supports[inside], slope[inside]
@@ -182,23 +182,23 @@ def _push_back(
         return back.index_add_(0, rows, slope[:, None] * F.embedding(ids, weight).to(slope.dtype)).to(hidden.dtype)
     if to_bias is not None:
         to_bias.add_(slope.sum(0))
-    slope = slope.to(weight.dtype)  # products in the model's dtype, as everywhere else in it
+    slope = slope.to(weight.dtype)  # products in the model's dtype, as in its other layers
     if to_weight is not None and weight.dtype == to_weight.dtype:
         to_weight.addmm_(slope.T, hidden)
-    elif to_weight is not None:  # only the sum over chunks in float32
+    elif to_weight is not None:  # the sum over chunks is float32
         to_weight.add_(slope.T @ hidden)
     return slope @ weight
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, supports: Tensor | None) -> Tensor:
-    """[N, V], or [N, K] over supports with minus infinity beyond them, in float32, or float64 for a float64 model."""
+    """[N, V], or [N, K] over supports padded with minus infinity; float32, or float64 for a float64 model."""
     logits = F.linear(hidden, weight, bias) if supports is None else _logits_inside(hidden, weight, bias, supports)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
 
 
 def _logits_inside(hidden: Tensor, weight: Tensor, bias: Tensor | None, supports: Tensor) -> Tensor:
-    """[N, K]: a product for each token that is in a support, however wide the widest is; minus infinity beyond."""
+    """[N, K], padded with minus infinity: one product for each token of a support."""
     inside = supports >= 0
     rows, ids = inside.nonzero()[:, 0], supports[inside]
     logits = torch.bmm(hidden[rows][:, None, :], F.embedding(ids, weight)[:, :, None]).flatten()
@@ -207,7 +207,7 @@ def _logits_inside(hidden: Tensor, weight: Tensor, bias: Tensor | None, supports
 
 
 def _columns(targets: Tensor, supports: Tensor | None) -> Tensor:
-    """[N, 1] where each target's logprob is: at its id, or at its place in its support."""
+    """[N, 1] column of each target's logprob: its id, or its index in its support."""
     return targets[:, None] if supports is None else (supports == targets[:, None]).int().argmax(-1, keepdim=True)
 
 
@@ -217,14 +217,14 @@ def _entropy(logp: Tensor, supports: Tensor | None) -> Tensor:
 
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""For `check_scorer`: nats by which a logprob may differ, by the dtype of `policy.dtype`."""
+"""Largest accepted difference of a logprob in `check_scorer`, in nats, by `policy.dtype`."""
 
 
 def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
-    """Checks once that the scorer agrees with the model's own forward pass over plain sequences, whatever the architecture.
+    """Checks that the scorer agrees with the model's forward pass over plain sequences.
 
-    Raises `UserError` for a model whose logits are not simply its output embedding times the last hidden state, or whose layers
-    mix tokens other than by attention (the samples of a batch are laid out without padding, shared prefixes once).
+    Raises `UserError` for a model whose logits are not its output embedding times the last hidden state, or whose layers mix tokens by
+    anything but attention: samples are laid out without padding, shared prefixes once.
     """
     config = scorer.lm.config
     device = scorer.head.weight.device

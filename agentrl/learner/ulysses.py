@@ -1,9 +1,8 @@
 """Sequence parallelism after Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
 
-Each rank embeds, projects and transforms a stretch of the tokens. DeepSpeed's all-to-all before attention gives it all tokens for
-its share of the heads, and another one after attention undoes this, so attention itself is unchanged. The team's logprobs are then
-gathered, and each rank computes the same loss. Its gradient reaches only the rank's own stretch, so the sum over all ranks is the
-gradient, as without teams.
+Each rank embeds, projects and transforms a stretch of the tokens. DeepSpeed's all-to-all before attention gives it all tokens for some
+of the heads, and another one after attention reverses this. The team's logprobs are gathered, and each rank computes the same loss. Its
+gradient reaches only its own stretch, so the sum over all ranks is the gradient, as without teams.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from agentrl.errors import UserError
 from agentrl.learner.ranks import COLLECTIVE_TIMEOUT_S, Ranks, Team
 
 
-def form_teams(ranks: Ranks, size: int) -> Ranks:
-    """The same ranks in teams of `size` neighbours. All ranks call it."""
+def in_teams(ranks: Ranks, size: int) -> Ranks:
+    """Returns the same ranks in teams of `size` neighbours. All ranks call it."""
     if size == 1:
         return ranks
     for first in range(0, ranks.size, size):
@@ -41,44 +40,42 @@ def check_heads(config: Any, team: Team) -> None:
     if heads % team.size:
         raise UserError(
             f"learner.sequence_parallel={team.size} does not divide the model's {heads} key heads",
-            fix="choose a divisor: every rank of a team takes the same number of heads",
+            fix="choose a divisor: every rank of a team computes the same number of heads",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenShard:
-    """A rank's part of a forest of `length` tokens: `width` of them from `start` on; the last stretches may have fewer."""
+class Stretch:
+    """A rank's part of a forest of `length` tokens: `width` of them from `start` on; the last parts may have fewer."""
 
     team: Team
     length: int
     width: int
     start: int
-    predictions: int  # of the whole forest, in the order of the tokens that predict
-    own: slice  # those that this rank computes
+    predictions: int  # number of the forest's predictions, in the order of the predicting tokens
+    own: slice  # the predictions that this rank computes
 
     @classmethod
-    def of(cls, team: Team, length: int, positions: Tensor) -> TokenShard:
-        """`positions` [U]: sorted forest indices of the predicting tokens."""
+    def of(cls, team: Team, length: int, positions: Tensor) -> Stretch:
+        """Returns this rank's part. `positions` [U]: sorted forest indices of the predicting tokens."""
         width = -(-length // team.size)
         start = team.rank * width
         first, last = torch.searchsorted(positions, torch.tensor([start, start + width])).tolist()
         return cls(team=team, length=length, width=width, start=start, predictions=len(positions), own=slice(first, last))
 
     def part(self, tokens: Tensor) -> Tensor:
-        """[T] to the rank's [S], padded with zeros."""
+        """Returns this rank's [S] of the tokens [T], padded with zeros."""
         own = tokens[self.start : self.start + self.width]
         return F.pad(own, (0, self.width - len(own)))
 
     def gather(self, own: Tensor) -> Tensor:
-        """Gathers the ranks' results for their own predictions, [K, own], to [K, U] on every rank of the team."""
+        """Gathers the ranks' results for their predictions, [K, own], to [K, U] on every rank of the team."""
         whole: Tensor = _Gathered.apply(own, self)  # type: ignore[no-untyped-call]
         return whole
 
 
-def sharded_attention(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: TokenShard
-) -> Tensor:
-    """Attention over all tokens of a forest, of which each rank holds a stretch: [1, H, S, D] to [1, S, H, D].
+def exchanged(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
+    """Attends over all tokens of a forest, of which each rank holds a part: [1, H, S, D] to [1, S, H, D].
 
     `attend` maps some heads of all tokens, [1, h, T, D], to [1, T, h, D].
     """
@@ -94,7 +91,7 @@ def sharded_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers forward; backward keeps each rank's own part: all ranks compute the same loss, so a sum would count it repeatedly."""
+    """Gathers forward; backward keeps each rank's part: all ranks compute the same loss, so a sum would count it repeatedly."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, stretch: TokenShard) -> Tensor:

@@ -1,4 +1,4 @@
-"""One learner step: a batch of samples becomes one or more optimizer steps, and metrics."""
+"""One learner step: turns a batch of samples into optimizer steps and metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, crit
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.kl_reference import kl_reference_for
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.packing import MicroBatch, Rows, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
-from agentrl.learner.update_guard import UpdateGuard
-from agentrl.objective.aggregate import loss_denominator
+from agentrl.learner.packing import MicroBatch, check_vocabulary, micro_batch, minibatches, plan
+from agentrl.learner.reference import reference_for
+from agentrl.objective.aggregate import denominator
+from agentrl.objective.combined import TrainedTokens, loss_of, policy_loss
 from agentrl.objective.kl import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
@@ -34,19 +35,34 @@ class PreparedMicroBatch:
     """A micro-batch with its tokens' logprobs [N] under the objective's other policies, and the critic's results."""
 
     batch: MicroBatch
-    piece: int  # index of the critic's optimizer step that it belongs to
-    piece_tokens: int  # trained tokens of that step, on all ranks
+    critic_step: int  # index of the critic's optimizer step that it belongs to
+    critic_tokens: int  # trained tokens of that step, on all ranks
     proximal: Tensor | None
-    reference: Tensor | None
+    reference: Tensor | None  # of the KL reference model
     returns: Tensor | None = None  # [N]
     values: Tensor | None = None  # [N] before the step
+
+    def with_advantages(self, config: CriticConfig) -> Prepared:
+        """Returns it with the advantages and returns that the critic's values give."""
+        assert self.values is not None, "the critic has computed its values"
+        advantages, returns = credit(self.batch, self.values, config)
+        return replace(self, batch=replace(self.batch, advantages=advantages), returns=returns)
+
+    def whitened(self, mean: float, scale: float) -> Prepared:
+        """Returns it with advantages of mean 0 and deviation 1 over the batch."""
+        return replace(self, batch=replace(self.batch, advantages=(self.batch.advantages - mean) / scale))
+
+    def value_loss(self, values: Tensor, config: CriticConfig) -> Tensor:
+        """Returns the sum of the value loss over the micro-batch's tokens."""
+        assert self.returns is not None and self.values is not None, "values are computed before they are learned"
+        return value_loss(values, self.values, self.returns, clip=config.value_clip).sum()
 
 
 Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each optimizer step
 
 
 class Updater:
-    """Applies batches to an engine. Its `guard` judges each optimizer step and records what was left out."""
+    """Applies batches to an engine. Its `guard` checks each optimizer step and records the skipped ones."""
 
     def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
         self.engine = engine
@@ -57,54 +73,49 @@ class Updater:
         self._loss = load_loss(self._objective)
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
-        uses_reference = self._objective.kl != "none"
-        self._reference = kl_reference_for(engine) if uses_reference else None
+        self._reference = reference_for(engine) if self._objective.kl != "none" else None
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same result.
+        """Trains on `batch` and returns its metrics. All ranks call it with the same batch and get the same result.
 
-        A minibatch whose loss, gradient or advantages are not finite, or that breaks one of `learner.limits`, is left out: weights
-        stay, and `updates_left_out` counts it. Where a limit says rollback, `guard.rolling_back` is True afterwards, and the weights
-        must not be used. Raises `LearnerHalted` where a limit demands it, and after `learner.max_bad_updates` steps in a row were left
-        out. A batch without samples changes nothing.
+        A minibatch with a non-finite loss, gradient or advantage, or beyond one of `learner.limits`, is skipped: the weights stay, and
+        `updates_left_out` counts it. If a limit demands a rollback, `guard.rolling_back` is True afterwards, and the weights must not be
+        used. Raises `LearnerHalted` if a limit demands it or `learner.max_bad_updates` steps in a row were skipped. A batch without
+        samples changes nothing.
         """
         start = time.perf_counter()
         self.guard.begin_step()
         parts = split_minibatches(batch, self._learner.minibatches)
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
-        warming = self.critic is not None and batch.step < self.critic.config.warmup_steps
+        warming_up = self.critic is not None and batch.step < self.critic.config.warmup_steps
         if self.critic is not None:
-            prepared, judgement = self._judged(prepared, self.critic)
-            metrics |= judgement
-            if warming or isinstance(self.critic, Critic):
+            prepared, critic_results = self._with_advantages(prepared, self.critic)
+            metrics |= critic_results
+            if warming_up or isinstance(self.critic, Critic):
                 metrics |= self._learn_values(prepared, self.critic)
-        passes: list[dict[str, float]] = []
-        if not warming:
-            for part, made in prepared:
-                if not self.guard.rolling_back:
-                    passes.append(self._optimize(part, made, changed=any(one["applied"] for one in passes)))
+        steps: list[dict[str, float]] = []
+        for minibatch, micro_batches in () if warming_up else prepared:
+            if not self.guard.rolling_back:
+                steps.append(self._optimize(minibatch, micro_batches, changed=any(step["applied"] for step in steps)))
         wall_s = time.perf_counter() - start
+        applied = [step.pop("applied") for step in steps]
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
-        metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
-        metrics["updates_left_out"] = sum(1.0 - made.pop("applied") for made in passes)
-        metrics |= combine_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
-        packed = [one.batch for _, made in prepared for one in made]
-        mine = torch.tensor([sum(batch.layout.length for batch in packed), sum(len(batch.behaviour) for batch in packed)])
-        metrics["tokens_computed"], metrics["tokens_delivered"] = map(float, self.engine.ranks.sum(mine).tolist())
+        metrics["optimizer_steps"] = sum(applied)
+        metrics["updates_left_out"] = len(applied) - sum(applied)
+        metrics |= over_steps(steps, [minibatch.denominator for minibatch, _ in prepared[: len(steps)]])
+        packed = [micro.batch for _, micro_batches in prepared for micro in micro_batches]
+        tokens = torch.tensor([sum(part.layout.length for part in packed), sum(len(part.behaviour) for part in packed)])
+        metrics["tokens_computed"], metrics["tokens_delivered"] = map(float, self.engine.ranks.sum(tokens).tolist())
         metrics["update_s"] = wall_s
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def _schedule_step(self, step: int) -> int:
-        """The learning rate schedule's step number, which a rollback sets back too."""
-        return step - self.guard.counts.undone
-
-    def score_penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """What `objective.kl=k1_reward` subtracts from each episode's score, by id; empty with any other objective. A collective."""
+    def penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Returns what `objective.kl=k1_reward` subtracts from each episode's score, by id; empty for other objectives. A collective."""
         if self._objective.kl != "k1_reward":
             return {}
-        assert self._reference is not None, "a KL term needs the reference"
+        assert self._reference is not None, "a KL term needs the KL reference model"
         ranks = self.engine.ranks
         total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
         for batch in self._micro_batches(samples):
@@ -115,35 +126,41 @@ class Updater:
             penalties[sample.episode_id] += self._objective.kl_coef * value
         return dict(penalties)
 
+    def _schedule_step(self, step: int) -> int:
+        """The step number of the learning rate's schedule, which a rollback sets back too."""
+        return step - self.guard.counts.undone
+
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches; their tokens carry the index of their sample in `samples`."""
         ranks = self.engine.ranks
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         numbers = {id(sample): number for number, sample in enumerate(samples)}
-        share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
-        rows: list[Rows] = plan_micro_batches(
-            samples, rank=ranks.data_parallel_rank, ranks=ranks.data_parallel_size, max_tokens=budget, share=share
-        )
-        return [build_micro_batch(some, ranks.device, [numbers[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
+        budget = self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
+        planned = plan(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget)
+        return [micro_batch(rows, ranks.device, [numbers[id(row)] for row in rows], team=ranks.team) for rows in planned]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
-        """Micro-batches with the other policies' logprobs that the objective needs, computed before the first optimizer step."""
-        recomputes = self._recomputes(len(parts))
-        return [(part, self._pieces(part, recomputes)) for part in parts]
-
-    def _pieces(self, part: Batch, recomputes: bool) -> list[PreparedMicroBatch]:
-        """The micro-batches of an optimizer step of the policy, in the order of the critic's smaller steps."""
-        pieces = split_minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
+        """The micro-batches of each optimizer step, in the order of the critic's smaller steps, with results from before the first step."""
+        # A batch with a single optimizer step needs no proximal policy, unless the correction uses one.
+        always = self._objective.correction == "mask" or self._objective.is_level == "sequence"
+        recomputes = self._objective.recomputes(self._learner.minibatches if always else len(parts))
+        critic_steps = 1 if self.critic is None else self.critic.config.minibatches
         return [
-            self._before(batch, number, piece.denominator, recomputes)
-            for number, piece in enumerate(pieces)
-            for batch in self._micro_batches(piece.samples)
+            (
+                minibatch,
+                [
+                    self._before(batch, number, piece.denominator, recomputes)
+                    for number, piece in enumerate(minibatches(minibatch, critic_steps))
+                    for batch in self._micro_batches(piece.samples)
+                ],
+            )
+            for minibatch in parts
         ]
 
     @torch.no_grad()
-    def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> PreparedMicroBatch:
-        """A micro-batch with the results of policy, critic and reference before the step; a shared trunk runs once for both."""
-        self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
+    def _before(self, batch: MicroBatch, critic_step: int, critic_tokens: int, recomputes: bool) -> Prepared:
+        """A micro-batch with the results of policy, critic and KL reference model; a shared trunk runs once for both."""
+        self.engine.ranks.pulse("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
         if recomputes and isinstance(self.critic, SharedCritic):
@@ -153,79 +170,71 @@ class Updater:
             values = None if self.critic is None else self.critic.values(batch)
         return PreparedMicroBatch(
             batch=batch,
-            piece=piece,
-            piece_tokens=tokens,
+            critic_step=critic_step,
+            critic_tokens=critic_tokens,
             proximal=proximal,
             reference=None if in_loss is None else in_loss.logprobs(batch),
             values=values,
         )
 
-    def _recomputes(self, parts: int) -> bool:
-        """A batch with a single optimizer step needs no proximal policy, unless the correction uses one."""
-        needed = self._objective.correction == "mask" or self._objective.is_level == "sequence"
-        return self._objective.recomputes(self._learner.minibatches if needed else parts)
-
-    def _judged(self, prepared: Plan, critic: Critic | SharedCritic) -> tuple[Plan, dict[str, float]]:
-        """The same micro-batches with the advantages that the critic makes of rewards, and how good the critic was."""
+    def _with_advantages(self, prepared: Plan, critic: Critic | SharedCritic) -> tuple[Plan, dict[str, float]]:
+        """The same micro-batches with advantages from the critic's values, and metrics of the critic."""
         ranks = self.engine.ranks
-        judged = [(part, [_judged(one, critic.config) for one in made]) for part, made in prepared]
-        everything = [one for _, made in judged for one in made]
-        metrics = critic_metrics([(one.returns, one.values) for one in everything], ranks)
-        shift, scale = advantage_moments([one.batch.advantages for one in everything], ranks)
+        updated = [(minibatch, [micro.with_advantages(critic.config) for micro in micro_batches]) for minibatch, micro_batches in prepared]
+        micros = [micro for _, micro_batches in updated for micro in micro_batches]
+        metrics = critic_metrics([(micro.returns, micro.values) for micro in micros], ranks)
+        mean, scale = advantage_scale([micro.batch.advantages for micro in micros], ranks)
         if metrics:  # there was at least one token
             metrics["advantage_std"] = scale
         if self._objective.divides_by_std:
-            judged = [(part, [_scaled(one, shift, scale) for one in made]) for part, made in judged]
-        return judged, metrics
+            updated = [(minibatch, [micro.whitened(mean, scale) for micro in micro_batches]) for minibatch, micro_batches in updated]
+        return updated, metrics
 
     def _learn_values(self, prepared: Plan, critic: Critic | SharedCritic) -> dict[str, float]:
-        """`critic.epochs` times `critic.minibatches` optimizer steps of the critic for each part."""
+        """Takes `critic.epochs` times `critic.minibatches` optimizer steps of the critic for each minibatch."""
         ranks = self.engine.ranks
         losses, norms = [], []
-        for part, made in prepared * critic.config.epochs:
-            for _, some in groupby(made, key=attrgetter("piece")):
+        for minibatch, micro_batches in prepared * critic.config.epochs:
+            for _, step in groupby(micro_batches, key=attrgetter("critic_step")):
                 total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-                for one in some:
-                    assert one.returns is not None and one.values is not None, "values are computed before they are learned"
-                    ranks.report_progress("computing a micro-batch of the critic", one.batch.layout.length)
-                    total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
-                ranks.report_progress("applying the critic's gradient")
-                applied, norm = critic.step(self._schedule_step(part.step))
+                for micro in step:
+                    ranks.pulse("computing a micro-batch of the critic", micro.batch.layout.length)
+                    assert micro.returns is not None and micro.values is not None, "values are computed before they are learned"
+                    total += critic.learn(micro.batch, micro.returns, micro.values, denominator=float(micro.critic_tokens))
+                ranks.pulse("applying the critic's gradient")
+                applied, norm = critic.step(self._schedule_step(minibatch.step))
                 losses.append(ranks.sum(total).item())
-                self.guard.record_critic_step(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
+                self.guard.settle_critic(minibatch, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
                 norms.append(norm)
         finite = [norm for norm in norms if math.isfinite(norm)]
-        metrics = {"value_loss": fmean(losses)} if losses else {}
-        return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})
+        return ({"value_loss": fmean(losses)} if losses else {}) | ({"value_grad_norm": fmean(finite)} if finite else {})
 
-    def _optimize(self, part: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool) -> dict[str, float]:
-        """One optimizer step; `changed`: the weights have changed since the batch began."""
+    def _optimize(self, minibatch: Batch, micro_batches: list[Prepared], *, changed: bool) -> dict[str, float]:
+        """Takes one optimizer step. `changed`: whether the weights have changed since the start of the batch."""
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
-        total_weight = loss_denominator(part.samples, self._objective.aggregation, length=self._constant_length)
-        for one in micro_batches:
-            ranks.report_progress("computing a micro-batch", one.batch.layout.length)
-            logprobs, entropy, values = self._forward(one.batch)
-            tokens = TrainedTokens(
-                logprobs=logprobs,
-                behaviour=one.batch.behaviour,
-                advantages=one.batch.advantages,
-                sequence=one.batch.sequence,
-                proximal=one.proximal,
-                kl_reference=one.reference,
-                on_policy=None if changed and one.proximal is None else one.batch.versions == part.step,
-                entropy=entropy,
-                rollout_tokens=one.batch.rollout_tokens,
+        total_weight = denominator(minibatch.samples, self._objective.aggregation, length=self._constant_length)
+        for micro in micro_batches:
+            ranks.pulse("computing a micro-batch", micro.batch.layout.length)
+            if isinstance(self.critic, SharedCritic):
+                logprobs, entropy, values = self.critic.score(micro.batch)
+            else:
+                (logprobs, entropy), values = self.engine.logprobs(micro.batch), None
+            on_policy = None if changed and micro.proximal is None else micro.batch.versions == minibatch.step
+            result = policy_loss(
+                _tokens(micro, logprobs, entropy, on_policy), self._objective, denominator=total_weight, surrogate=self._loss
             )
-            result = policy_loss(tokens, self._objective, denominator=total_weight, surrogate=self._loss)
-            value, weight = self._value_loss(one, values)
-            value = value / part.denominator
-            self.engine.backward(result.loss + weight * value if weight else result.loss)
+            loss = result.loss
+            if values is not None:
+                assert self.critic is not None, "a shared trunk has a critic"
+                value = micro.value_loss(values, self.critic.config) / minibatch.denominator
+                loss = loss + self.critic.config.vf_coef * value
+                sums[-3] += value.detach()
+            self.engine.backward(loss)
             sums[:-3] += result.sums
-            sums[-3] += value.detach()
             sums[-2] += result.loss.detach()
-            sums[-1] += (~one.batch.advantages.isfinite()).sum()
+            sums[-1] += (~micro.batch.advantages.isfinite()).sum()
             maxima = torch.maximum(maxima, result.maxima)
         ranks.report_progress("applying the gradient")
         total = ranks.sum(sums)
@@ -233,34 +242,24 @@ class Updater:
         if isinstance(self.critic, SharedCritic):
             metrics["value_loss"] = total[-3].item()
         metrics |= {"loss": total[-2].item(), "advantages_not_finite": total[-1].item()}
-        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(part.step), refuse_above=self.guard.largest_norm(metrics))
-        self.guard.record_policy_step(part, metrics, applied=applied)
+        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(minibatch.step), refuse_above=self.guard.bound(metrics))
+        self.guard.settle(minibatch, metrics, applied=applied)
         del metrics["advantages_not_finite"]
         return metrics | {"applied": float(applied)}
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logprobs, entropies and, from a shared trunk, values [N] of the batch's trained tokens."""
-        if isinstance(self.critic, SharedCritic):
-            return self.critic.score(batch)
-        return *self.engine.logprobs(batch), None
 
-    def _value_loss(self, one: PreparedMicroBatch, values: Tensor | None) -> tuple[Tensor, float]:
-        """Sum over a micro-batch's tokens, and its weight in the total loss; 0 and 0 where the trunk has no value head."""
-        if values is None:
-            return torch.zeros((), device=self.engine.ranks.device), 0.0
-        assert self.critic is not None and one.returns is not None and one.values is not None, "values are computed before they are learned"
-        loss = value_loss(values, one.values, one.returns, clip=self.critic.config.value_clip)
-        return loss.sum(), self.critic.config.vf_coef
-
-
-def _judged(one: PreparedMicroBatch, config: CriticConfig) -> PreparedMicroBatch:
-    assert one.values is not None, "the critic has computed its values"
-    advantages, returns = critic_advantages(one.batch, one.values, config)
-    return replace(one, batch=replace(one.batch, advantages=advantages), returns=returns)
-
-
-def _scaled(one: PreparedMicroBatch, shift: float, scale: float) -> PreparedMicroBatch:
-    return replace(one, batch=replace(one.batch, advantages=(one.batch.advantages - shift) / scale))
+def _tokens(micro: Prepared, logprobs: Tensor, entropy: Tensor, on_policy: Tensor | None) -> TrainedTokens:
+    return TrainedTokens(
+        logprobs=logprobs,
+        behaviour=micro.batch.behaviour,
+        advantages=micro.batch.advantages,
+        sequence=micro.batch.sequence,
+        proximal=micro.proximal,
+        reference=micro.reference,
+        same=on_policy,
+        entropy=entropy,
+        rollout_tokens=micro.batch.rollout_tokens,
+    )
 
 
 def _batch_metrics(batch: Batch) -> dict[str, float]:
@@ -274,11 +273,7 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if batch.samples:
         lags = [batch.step - version for sample in batch.samples for version in sample.versions if version >= 0]
-        metrics |= {
-            "length_max": float(max(lengths)),
-            "staleness_mean": fmean(lags),
-            "staleness_max": float(max(lags)),
-        }
+        metrics |= {"length_max": float(max(lengths)), "staleness_mean": fmean(lags), "staleness_max": float(max(lags))}
     advantages = [sample.advantages[sample.loss_mask.index(True)] for sample in batch.samples if sample.advantages]
     if advantages:  # with a critic they are not known yet
         metrics["advantage_std"] = pstdev(advantages) if all(map(math.isfinite, advantages)) else math.nan

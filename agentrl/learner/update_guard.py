@@ -1,6 +1,6 @@
-"""What stops an update, and what happens then: numbers that are not finite, and the limits of the recipe.
+"""Checks each optimizer step against the limits of the recipe, and skips, rolls back or halts.
 
-Every rank judges the same numbers (already summed over ranks), so all ranks decide alike without communicating.
+All ranks check the same metrics (already summed over ranks), so they decide alike without communication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentrl.records.fields import Record, Text
 
 SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
 _SEVERITY = (SKIP, ROLLBACK, HALT)
-_FIGURES = {
+_METRICS = {
     "max_kl": "kl_behaviour",
     "max_kl_reference": "kl_reference",
     "min_entropy": "entropy",
@@ -33,7 +33,7 @@ REFUSE_ALL = -1.0  # as the largest accepted gradient norm
 class FailureCounts(Record):
     """Counts of a run's setbacks; part of every checkpoint."""
 
-    bad_in_a_row: int = 0  # optimizer steps of the policy left out since the last one that was made
+    bad_in_a_row: int = 0  # optimizer steps of the policy skipped since the last applied one
     critic_bad_in_a_row: int = 0
     bad_groups: int = 0  # in the whole run
     rollbacks: int = 0  # in the whole run
@@ -41,44 +41,44 @@ class FailureCounts(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateFailure(Record):
-    """A group or optimizer step that was left out: a line of `failures/updates.jsonl`."""
+class Setback(Record):
+    """A skipped group or optimizer step: a line of `failures/updates.jsonl`."""
 
     step: int
     action: str  # skip, rollback or halt
-    what: str  # group, critic or policy: a group's numbers, or an optimizer step of one of the two
+    what: str  # group, critic, policy or gate: the group, or whose optimizer step
     reasons: tuple[Text, ...]
     groups: tuple[int, ...]
     episodes: tuple[str, ...]
-    metrics: Mapping[str, float | None]  # of the optimizer step; None: not finite
+    metrics: Mapping[str, float | None]  # of the optimizer step; None means not finite
 
 
-class UpdateGuard:
-    """Judges each optimizer step before its gradient is applied, and counts setbacks.
+class Guard:
+    """Checks each optimizer step before its gradient is applied, and counts setbacks.
 
-    `counts` is saved in the checkpoint: a run that keeps dying and resuming must still stop at its limits.
+    `counts` is saved in the checkpoint, so a run that is resumed repeatedly still stops at its limits.
     """
 
     def __init__(self, learner: LearnerConfig, counts: FailureCounts = FailureCounts()) -> None:
         self.counts = counts
         self.rolling_back = False  # the current step must be undone
-        self.start_weights_passed = False  # the weights that the current step began with passed every check
+        self.sound = False  # the weights at the start of the current step passed every check
         self._learner = learner
         self._limits = learner.limits.named
-        self._setbacks: list[UpdateFailure] = []
-        self._judged = 0
+        self._setbacks: list[Setback] = []
+        self._checked = 0
 
     def begin_step(self) -> None:
         """Starts a new step."""
-        self.rolling_back, self.start_weights_passed, self._judged = False, False, 0
+        self.rolling_back, self.sound, self._checked = False, False, 0
 
-    def take_failures(self) -> tuple[UpdateFailure, ...]:
-        """The setbacks since the last call."""
+    def drain(self) -> tuple[Setback, ...]:
+        """Returns the setbacks since the last call."""
         setbacks, self._setbacks = tuple(self._setbacks), []
         return setbacks
 
-    def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
-        """Records the groups that `assemble` dropped because a number was not finite; returns how many.
+    def leave_out(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
+        """Records the groups that `assemble` dropped because a number was not finite; returns their number.
 
         Raises `LearnerHalted` once the run has `learner.max_bad_groups` of them.
         """
@@ -98,40 +98,39 @@ class UpdateGuard:
         self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(bad))
         if bad and self.counts.bad_groups >= self._learner.max_bad_groups:
             raise LearnerHalted(
-                f"step {step}: {self.counts.bad_groups} groups were left out for numbers that are not finite (learner.max_bad_groups);"
-                " failures/updates.jsonl names them. Look for a verifier that returns infinity, or a server whose logprobs are broken"
+                f"step {step}: {self.counts.bad_groups} groups were excluded because a number was not finite (learner.max_bad_groups);"
+                " failures/updates.jsonl lists them. Look for a verifier that returns infinity, or a server with wrong logprobs"
             )
         return len(bad)
 
-    def largest_norm(self, metrics: Mapping[str, float]) -> float:
-        """The largest gradient norm that may be applied, given the other metrics; negative when no gradient may be."""
-        if self._objections(metrics):
+    def bound(self, metrics: Mapping[str, float]) -> float:
+        """Returns the largest gradient norm that may be applied, given the other metrics; negative if no gradient may be."""
+        if self._violations(metrics):
             return REFUSE_ALL
         limit = self._limits.get("max_grad_norm")
         return math.inf if limit is None else limit.at
 
-    def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
-        """Records an optimizer step of the policy. `metrics` now hold `grad_norm`, NaN for a gradient that is not finite.
+    def settle(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+        """Records an optimizer step of the policy. `metrics` include `grad_norm`, NaN if it is not finite.
 
-        Raises `LearnerHalted` where a limit demands it, and after `learner.max_bad_updates` steps in a row were left out.
+        Raises `LearnerHalted` if a limit demands it or `learner.max_bad_updates` steps in a row were skipped.
         """
-        self.start_weights_passed = self.start_weights_passed or (applied and self._judged == 0)
-        self._judged += 1
+        self.sound = self.sound or (applied and self._checked == 0)
+        self._checked += 1
         if applied:
             self.counts = replace(self.counts, bad_in_a_row=0)
             return
-        objections = self._objections(metrics)
-        action = max((action for _, action in objections), key=_SEVERITY.index)
-        reasons = tuple(reason for reason, _ in objections)
-        spent = action == ROLLBACK and self.counts.rollbacks >= self._learner.limits.max_rollbacks
-        if spent:
+        violations = self._violations(metrics)
+        action = max((action for _, action in violations), key=_SEVERITY.index)
+        reasons = tuple(reason for reason, _ in violations)
+        if action == ROLLBACK and self.counts.rollbacks >= self._learner.limits.max_rollbacks:
             action = HALT
-            reasons += (f"{self.counts.rollbacks} rollbacks are made, learner.limits.max_rollbacks allows no more",)
+            reasons += (f"{self.counts.rollbacks} rollbacks were made, learner.limits.max_rollbacks allows no more",)
         self._setbacks.append(_setback(part, action, "policy", reasons, metrics))
         if action == HALT:
             raise LearnerHalted(
-                f"step {part.step}: {'; '.join(reasons)}. The run stops before this update, on the weights of version {part.step}."
-                " Resume it with other learner.limits, or look into failures/updates.jsonl"
+                f"step {part.step}: {'; '.join(reasons)}. The run stops before this update, with the weights of version {part.step}."
+                " Resume it with other learner.limits, or see failures/updates.jsonl"
             )
         if action == ROLLBACK:
             self.rolling_back = True
@@ -153,32 +152,32 @@ class UpdateGuard:
     def _stop_at(self, in_a_row: int, part: Batch, what: str, reasons: Sequence[str]) -> None:
         if in_a_row >= self._learner.max_bad_updates:
             raise LearnerHalted(
-                f"step {part.step}: {in_a_row} {what} in a row were left out (learner.max_bad_updates), this one because"
-                f" {'; '.join(reasons)}; the weights are those of the last good update. Lower learner.lr, or look for damaged weights or"
-                " experience: failures/updates.jsonl names the episodes"
+                f"step {part.step}: {in_a_row} {what} in a row were skipped (learner.max_bad_updates), the last because"
+                f" {'; '.join(reasons)}; the weights are those of the last applied update. Lower learner.lr, or look for damaged weights or"
+                " experience: failures/updates.jsonl lists the episodes"
             )
 
-    def _objections(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Reason and action for each bad metric of a step; missing metrics are not judged.
+    def _violations(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Reason and action for each metric that is not finite or beyond its limit; missing metrics are not checked.
 
         NaN violates every limit on its metric.
         """
-        objections = []
+        violations = []
         if metrics.get("advantages_not_finite"):
-            objections.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
+            violations.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
         for name, what in (("loss", "the loss is"), ("grad_norm", "the gradient is")):
             if not math.isfinite(metrics.get(name, 0.0)):
-                objections.append((f"{what} not finite", SKIP))
+                violations.append((f"{what} not finite", SKIP))
         for name, limit in self._limits.items():
-            figure, is_least = _FIGURES[name], name.startswith("min_")
-            if figure not in metrics:
+            metric, is_minimum = _METRICS[name], name.startswith("min_")
+            if metric not in metrics:
                 continue
-            value, bound = metrics[figure], f"learner.limits.{name}.at={limit.at:g}"
+            value, bound = metrics[metric], f"learner.limits.{name}.at={limit.at:g}"
             if math.isnan(value):
-                objections.append((f"{figure} is not a number, so {bound} cannot be checked", limit.action))
-            elif value < limit.at if is_least else value > limit.at:
-                objections.append((f"{figure} {value:.4g} is {'below' if is_least else 'above'} {bound}", limit.action))
-        return objections
+                violations.append((f"{metric} is not a number, so {bound} cannot be checked", limit.action))
+            elif value < limit.at if is_minimum else value > limit.at:
+                violations.append((f"{metric} {value:.4g} is {'below' if is_minimum else 'above'} {bound}", limit.action))
+        return violations
 
 
 def _setback(part: Batch, action: str, what: str, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> UpdateFailure:

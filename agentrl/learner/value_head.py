@@ -1,4 +1,4 @@
-"""A value head on a language model's trunk: values of states alongside the logprobs."""
+"""A value head on a language model's trunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.learner.token_scorer import LOGITS_AT_ONCE, TokenScorer
 
 
 def value_head(lm: Any) -> nn.Linear:
-    """One output per token. Its weights start at zero, so its first gradient does not reach the trunk."""
+    """Returns a linear layer with one output. Its weights start at zero, so its first gradient does not reach the trunk."""
     head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -20,7 +20,7 @@ def value_head(lm: Any) -> nn.Linear:
 
 
 def values_of(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Float32 values [U] of hidden states [U, H]; float64 as the model."""
+    """Returns float32 values [U] of hidden states [U, H]; float64 for a float64 model."""
     values: Tensor = head(hidden).squeeze(-1)
     return values if values.dtype == torch.float64 else values.float()
 
@@ -28,8 +28,7 @@ def values_of(head: nn.Linear, hidden: Tensor) -> Tensor:
 class ValuedScorer(TokenScorer):
     """A `TokenScorer` with a value head on the same trunk. The head is not part of the language model, so it is never published.
 
-    Args:
-        detach: stops the gradient of the values at the head.
+    `detach` stops the gradient of the values at the head.
     """
 
     def __init__(self, lm: Any, *, detach: bool, logits_at_once: int = LOGITS_AT_ONCE) -> None:
@@ -47,9 +46,9 @@ class ValuedScorer(TokenScorer):
         supports: Tensor | None = None,
         ahead: float | None = None,
     ) -> tuple[Tensor, ...]:
-        """Logprobs, entropies and values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`.
+        """Returns logprobs, entropies and values [U] of the states before the predicted tokens; see `TokenScorer.forward`.
 
-        Without `targets` it returns only the values, with gradient for the head: the trunk is frozen then. With `ahead` no values.
+        Without `targets` it returns only the values, with gradient for the head only. With `ahead` it returns no values.
         """
         if targets is not None and ahead is not None:
             return super().forward(input_ids, layout, positions, targets, temperature, supports, ahead)

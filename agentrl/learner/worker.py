@@ -1,8 +1,8 @@
-"""The learner process of a run folder.
+"""One rank of a run's learner process.
 
-A step: take its groups from the store, build the batch, update, checkpoint, commit the consumption, publish the new version. The
-checkpoint's rename is the moment at which the step happened; if the process dies after it, the rest is repaired from the
-checkpoint. A step before which the driver's gate has refused a version is a step back instead: no update, older weights.
+A step takes its groups from the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
+The rename of the checkpoint completes the step; if the process dies later, the rest is repaired from the checkpoint. If the driver's
+gate has rejected a version, the next step is a rollback instead of an update.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WAIT, _GO, _STOP = 0, 1, 2
 
 
 class Worker:
-    """One rank of a run's learner. Opens nothing that another rank writes to, except the store (rank 0 commits)."""
+    """One rank of a run's learner. It writes to nothing that another rank writes to; rank 0 alone commits to the store."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, ranks: Ranks) -> None:
         self.run_dir = run_dir
@@ -73,10 +73,10 @@ class Worker:
         self.good = 0
 
     def run(self) -> None:
-        """Repairs what a crash left, then runs steps until there are `recipe.steps` or a stop is requested."""
-        self.ranks.report_progress("computing version 0's probe")
-        write_base_probe(self.run_dir, self.engine)
-        self.ranks.report_progress("resuming")
+        """Repairs the state after a crash, then runs steps until `recipe.steps` or a stop request."""
+        self.ranks.pulse("computing version 0's probe")
+        write_reference(self.run_dir, self.engine)
+        self.ranks.pulse("resuming")
         self._resume()
         while self.next_step < self.recipe.steps:
             self.ranks.report_progress("waiting for groups")
@@ -84,23 +84,22 @@ class Worker:
             if groups is None:
                 log.info("stopped before step %d", self.next_step)
                 return
-            self.ranks.report_progress("assembling a batch", _tokens(groups))
-            refused = self._refused(self.next_step)
-            self._step(groups, refused)
+            self.ranks.pulse("assembling a batch", _tokens(groups))
+            self._step(groups, self._rejected(self.next_step))
         log.info("all %d steps are done", self.recipe.steps)
 
     def close(self) -> None:
+        """Closes store and registry."""
         self.store.close()
         self.registry.close()
 
-    def _step(self, groups: tuple[Group, ...], refused: bool = False) -> None:
+    def _step(self, groups: tuple[Group, ...], rejected: bool = False) -> None:
         start = time.perf_counter()
         step = self.next_step
         self.consumed[step] = tuple(group.index for group in groups)
-        parent, metrics = self._go_back(step, groups) if refused else self._go_on(step, groups)
-        rows = select_probe_rows(
-            groups, vocabulary=self.engine.lm.config.get_text_config().vocab_size, max_model_len=self.recipe.policy.max_model_len
-        )
+        parent, metrics = self._gate_rollback(step, groups) if rejected else self._train(step, groups)
+        vocabulary = self.engine.lm.config.get_text_config().vocab_size
+        rows = probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
         self.ranks.report_progress("writing a checkpoint")
@@ -117,10 +116,10 @@ class Worker:
             *(step, metrics.get("tokens_trained", 0), saving - start, publishing - saving, end - publishing, end - start),
         )
 
-    def _go_on(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
+    def _train(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
         """Makes the step's update, or what a limit of the recipe puts in its place; returns the parent of the version that it makes."""
-        made, metrics = self._update(step, groups)
-        for index, reason in made.drop_reasons.items():
+        assembled, metrics = self._update(step, groups)
+        for index, reason in assembled.dropped.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
         if self.updater.guard.start_weights_passed:
             self.good = step
@@ -128,15 +127,15 @@ class Worker:
             parent = self._roll_back(step, self.good)
             return parent, metrics | {"rollbacks": 1.0, "weights_changed": float(parent < step)}
         if self.good == step and not metrics["weights_changed"]:
-            self.good = step + 1  # the same weights under the next number, for instance while a critic warms up
+            self.good = step + 1  # the same weights with the next number, for instance while a critic warms up
         return step, metrics
 
-    def _go_back(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
+    def _gate_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
         """Answers the gate's request: the groups of the step were sampled by what is undone, and count as consumed by an undone step."""
         request = rollback.pending_request(self.run_dir / "versions", self.registry)
         if request is None:
-            raise LearnerError(f"step {step}: the request to go back has gone from {self.run_dir / 'versions'}")
-        reason = f"the gate refused version {request.version}: {request.reason}"
+            raise LearnerError(f"step {step}: the rollback request has disappeared from {self.run_dir / 'versions'}")
+        reason = f"the gate rejected version {request.version}: {request.reason}"
         parent = self._roll_back(step, request.to)
         if self.ranks.is_first:
             setback = UpdateFailure(
@@ -151,38 +150,39 @@ class Worker:
             self.failures.append((setback,))
         return parent, {"rollbacks": 1.0, "weights_changed": 1.0}
 
-    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[AssembledBatch, dict[str, float]]:
-        """Runs the update of a step, and records what was left out, also when the run halts because of it."""
+    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[Assembled, dict[str, float]]:
+        """Runs the update of a step, and records setbacks, even if the run halts because of them."""
         guard = self.updater.guard
-        weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
-        penalties = self.updater.score_penalties(weighed)
-        made = assemble(step, groups, self.recipe, penalties=penalties)
+        penalized = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
+        penalties = self.updater.penalties(penalized)
+        assembled = assemble(step, groups, self.recipe, penalties=penalties)
         try:
-            left_out = guard.exclude_groups(step, groups, made.drop_reasons)
-            metrics = self.updater.update(made.batch)
+            excluded = guard.leave_out(step, groups, assembled.dropped)
+            metrics = self.updater.update(assembled.batch)
         finally:
             setbacks = guard.take_failures()
             for setback in setbacks:
                 log.warning("step %d: %s of groups %s: %s", step, setback.action, setback.groups, "; ".join(setback.reasons))
             if self.ranks.is_first:
                 self.failures.append(setbacks)
-        penalised = {"kl_penalty_mean": fmean(penalties.values())} if penalties else {}
-        metrics |= {name: value for name, value in penalised.items() if math.isfinite(value)}
-        metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.drop_reasons.values()).items()}
-        metrics |= {"groups_left_out": float(left_out), "rollbacks": 0.0}
+        if penalties and math.isfinite(mean := fmean(penalties.values())):
+            metrics["kl_penalty_mean"] = mean
+        reasons = Counter(reason.partition(":")[0].partition(" ")[0] for reason in assembled.dropped.values())  # without details
+        metrics |= {f"groups_{reason}": float(count) for reason, count in reasons.items()}
+        metrics |= {"groups_left_out": float(excluded), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
-        metrics["tokens_captured"] = float(captured_tokens(groups, made.drop_reasons))
-        return made, metrics
+        metrics["tokens_captured"] = float(captured_tokens(groups, assembled.dropped))
+        return assembled, metrics
 
     def _roll_back(self, step: int, to: int) -> int:
-        """Undoes everything since checkpoint `to`; returns its number.
+        """Undoes all steps since checkpoint `to`; returns its number.
 
-        The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts
-        move to them as to any other version.
+        The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts switch
+        to them as to any other version.
         """
         checkpoint = checkpoints.numbered(self.run_dir / "checkpoints", to)
         if checkpoint is None:
-            raise LearnerHalted(f"step {step}: a rollback is demanded, but checkpoint {to} is missing or damaged")
+            raise LearnerHalted(f"step {step}: a rollback is required, but checkpoint {to} is missing or damaged")
         checkpoints.restore(checkpoint, self.engine, critic=self.critic)
         guard = self.updater.guard
         guard.counts = replace(guard.counts, undone=step + 1 - (checkpoint.meta.step - checkpoint.meta.counts.undone))
@@ -208,8 +208,8 @@ class Worker:
     def _save(self, meta: CheckpointMeta) -> str:
         learner = self.recipe.learner
         spare = {self.good} if learner.limits.roll_back else set()
-        if self.ranks.is_first:
-            spare |= self._gated()
+        if self.ranks.first:
+            spare |= self._gate_checkpoints()
         root = self.run_dir / "checkpoints"
         return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
 
@@ -225,12 +225,12 @@ class Worker:
             keep=self.recipe.learner.keep_versions,
             full_every=self.recipe.learner.full_every if self.recipe.serving.weight_transfer == "delta" else None,
         )
-        self._refuse_rolled_back()
+        self._mark_rolled_back()
         if self.broadcaster is not None:
             self.broadcaster.send(meta.step)
 
     def _resume(self) -> None:
-        """Loads the newest intact checkpoint and makes the store and the registry agree with it."""
+        """Loads the newest intact checkpoint and brings store and registry to the same step."""
         checkpoint = checkpoints.newest(self.run_dir / "checkpoints")
         if checkpoint is not None:
             checkpoints.restore(checkpoint, self.engine, critic=self.critic)
@@ -240,12 +240,12 @@ class Worker:
             self.good, self.rolled_back = checkpoint.meta.good, checkpoint.meta.rolled_back
             log.info("resumed after %d steps from %s", self.next_step, checkpoint.folder)
         elif self.recipe.learner.limits.roll_back or (self.recipe.gate is not None and self.recipe.gate.rolls_back):
-            self._save(self._meta(0, parent=0, metrics={}, rows=()))  # so that the first update can be undone too
+            self._save(self._meta(0, parent=0, metrics={}, rows=()))  # the first update can be undone too
         missing = False
         if self.ranks.is_first:
             base = self.registry.get(0)
             if self.recipe.learner.lora is not None and base is not None:
-                self.registry.verify(base)  # an adapter's checkpoint is useless without its base weights
+                self.registry.verify(base)  # an adapter needs its base weights
             self.store.reconcile(self.consumed)
             self.registry.reconcile(self.next_step)
             self.failures.remove_from(self.next_step)
@@ -255,21 +255,21 @@ class Worker:
             self._publish(checkpoint.meta)
         elif self.broadcaster is not None and checkpoint is not None:
             self.broadcaster.catch_up(self.next_step)
-        self._refuse_rolled_back()
+        self._mark_rolled_back()
 
-    def _refuse_rolled_back(self) -> None:
-        """Called once their successor is published: until then a bad version is better than none."""
-        if self.ranks.is_first:
+    def _mark_rolled_back(self) -> None:
+        """Marks the undone versions. Called when their successor is published: until then a bad version is better than none."""
+        if self.ranks.first:
             for number in self.rolled_back:
                 version = self.registry.get(number)
                 if version is not None and version.state is not VersionState.ROLLED_BACK:
                     self.registry.set_state(number, VersionState.ROLLED_BACK)
 
-    def _refused(self, step: int) -> bool:
-        """Whether the driver asks to go back before this step. Rank 0 decides for all ranks."""
-        return bool(self.ranks.from_first(int(self.ranks.is_first and self._asked_back(step))))
+    def _rejected(self, step: int) -> bool:
+        """Whether the driver requests a rollback before this step. Rank 0 decides for all ranks."""
+        return bool(self.ranks.decide(int(self.ranks.first and self._rollback_requested(step))))
 
-    def _asked_back(self, step: int) -> bool:
+    def _rollback_requested(self, step: int) -> bool:
         if self.recipe.gate is None:
             return False
         request = rollback.pending_request(self.run_dir / "versions", self.registry)
@@ -277,18 +277,18 @@ class Worker:
             return False
         to = self.registry.get(request.to)
         if to is None or to.sha256 != request.to_sha256:
-            raise LearnerHalted(f"step {step}: the gate asks for version {request.to}, which is not the one that it judged")
+            raise LearnerHalted(f"step {step}: the gate requests version {request.to}, but its weights have changed since it was evaluated")
         return True
 
-    def _gated(self) -> set[int]:
-        """Checkpoints that the gate may ask for: of the last promoted version, and of later ones that it has yet to judge."""
+    def _gate_checkpoints(self) -> set[int]:
+        """Checkpoints that the gate may request: of the last promoted version, and of later ones that it has yet to decide on."""
         gate = self.recipe.gate
         if gate is None or not gate.rolls_back:
             return set()
         promoted = self.registry.latest(VersionState.PROMOTED)
         first = promoted.number if promoted is not None else 0
         due = (number for number in range(first + 1, self.next_step + 1) if number % gate.every == 0 and number not in self.rolled_back)
-        return {first, *(number for number in due if (found := self.registry.get(number)) is None or GATE not in found.evals)}
+        return {first, *(number for number in due if (version := self.registry.get(number)) is None or GATE not in version.evals)}
 
     def _published(self, number: int) -> bool:
         version = self.registry.get(number)
@@ -297,12 +297,12 @@ class Worker:
         try:
             self.registry.verify(version)
         except StoreError as error:
-            log.warning("version %d has to be published again: %s", number, error)
+            log.warning("version %d must be published again: %s", number, error)
             return False
         return True
 
     def _wait_for_groups(self, step: int) -> tuple[Group, ...] | None:
-        """The step's groups once all are stored, or None when a stop was requested. Rank 0 decides for all ranks."""
+        """Waits for the step's groups; None if a stop was requested. Rank 0 decides for all ranks."""
         while True:
             decision = self.ranks.from_first(self._look(step) if self.ranks.is_first else _WAIT)
             self.ranks.report_progress("waiting for groups")
@@ -311,7 +311,7 @@ class Worker:
             if decision == _GO:
                 indices = self.step_groups.consumed_indices(step, self.store)
                 if indices is None:
-                    raise StoreError(f"step {step}: groups that were stored are gone")
+                    raise StoreError(f"step {step}: stored groups have disappeared")
                 return self.store.take(step, indices, timeout_s=60.0)
 
     def _look(self, step: int) -> int:
@@ -325,26 +325,21 @@ class Worker:
 
 def _tokens(groups: tuple[Group, ...]) -> int:
     """The number of tokens in all turns of the groups."""
-    trajectories = (line for group in groups for scored in group.episodes for line in scored.episode.trajectories)
-    return sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in trajectories for turn in line.turns)
+    trajectories = (trajectory for group in groups for scored in group.episodes for trajectory in scored.episode.trajectories)
+    return sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in trajectories for turn in trajectory.turns)
 
 
-def _reasons(dropped: object) -> Counter[str]:
-    """Counts the reasons by name: the word before any details."""
-    return Counter(str(reason).partition(":")[0].partition(" ")[0] for reason in dropped)  # type: ignore[attr-defined]
-
-
-def run_worker(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
-    """Runs this rank of the learner of `run_dir`, under torchrun, until its steps are made or SIGTERM arrives.
+def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
+    """Runs this rank of the learner of `run_dir`, under torchrun, until all steps are done or SIGTERM arrives.
 
     Args:
-        root: of the project, whose store, estimator and loss the recipe may refer to.
-        pulse: address of the driver's `agentrl.learner.progress.ProgressPipe`; None disables reports.
+        root: project root, for a user-supplied store, estimator and loss.
+        pulse: address of the driver's `agentrl.learner.pulse.Reports`; None disables reports.
 
-    Raises `PluginError` for such a part that does not resolve or fulfil its protocol, `RecipeError` for a recipe that does not
-    validate, `LearnerError` or `StoreError` when the learner cannot go on.
+    Raises `PluginError` for a user-supplied part that does not resolve or fulfil its protocol, `RecipeError` for an invalid recipe, and
+    `LearnerError` or `StoreError` if the learner cannot continue.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     if root is not None:
         references.add_project_root(root)
@@ -358,7 +353,7 @@ def run_worker(run_dir: Path, *, root: Path | None = None, pulse: str | None = N
     torch.manual_seed(recipe.seed + ranks.rank)
     worker = Worker(run_dir, recipe, ranks)
     signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
-    log.info("rank %d of %d is ready on %s after %.1f s", ranks.rank, ranks.size, ranks.device, time.perf_counter() - began)
+    log.info("rank %d of %d is ready on %s after %.1f s", ranks.rank, ranks.size, ranks.device, time.perf_counter() - start)
     try:
         worker.run()
     finally:

@@ -1,7 +1,6 @@
-"""Advantages and losses as pure functions. The only room that knows an algorithm's name.
+"""Advantages and losses as pure functions. No other room knows an algorithm's name.
 
-The modules that use tensors (`combined`, `losses`, `corrections`, `kl`, `aggregate`, `gae`, `metrics`) need torch, so import them
-directly; this package itself imports nothing heavy.
+Import the modules that use torch directly; this package is light.
 """
 
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages

@@ -1,7 +1,7 @@
-"""Advantages of whole episodes: how much better an attempt did than the others. Plain float64 arithmetic on scores.
+"""Advantages of episodes, in float64.
 
-An estimator is an `agentrl.protocols.AdvantageEstimator`: a function of the scores of a step's groups. `batch_advantages` applies the
-one that the recipe names, one of these or anybody's, and says which groups teach nothing.
+An estimator (`agentrl.protocols.AdvantageEstimator`) is a function of the scores of a step's groups. `batch_advantages` applies the
+one in the recipe, shipped or user-supplied, and drops groups without a learning signal.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ STD_EPS = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """Advantages of one group, aligned with `Group.episodes`; either every counted episode has one or none does."""
+    """Advantages of one group, aligned with `Group.episodes`. Either all counted episodes have one, or none."""
 
-    values: tuple[float | None, ...]  # [E] None where the episode is left out or unscored
-    drop_reason: str = ""  # why the group has no learning signal; empty when it has one
+    values: tuple[float | None, ...]  # [E] None if the episode is excluded or unscored
+    dropped: str = ""  # why the group has no learning signal; empty if it has one
 
     @property
     def useful(self) -> bool:
-        return not self.drop_reason
+        """Whether the group has a learning signal."""
+        return not self.dropped
 
 
 Groups = Sequence[Sequence[float]]
 
 
 def grpo(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
-    """Scores against the mean of their group.
+    """Compares each score with the mean of its group.
 
         A_i = (s_i - mean(s)) / (std(s) + 1e-4),   std with n - 1 in the denominator
 
@@ -49,7 +50,7 @@ def grpo(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
 
 
 def rloo(groups: Groups, *, normalize_std: bool = False) -> list[list[float]]:
-    """Scores against the mean of the others in their group, which makes the baseline independent of the sample.
+    """Compares each score with the mean of the others in its group, so the baseline is independent of the sample.
 
         A_i = s_i - sum_{j != i} s_j / (n - 1)
 
@@ -59,29 +60,28 @@ def rloo(groups: Groups, *, normalize_std: bool = False) -> list[list[float]]:
 
 
 def reinforce_plus_plus(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
-    """Scores of a whole batch against the batch's mean, whatever task they belong to.
+    """Compares each score with the mean over all counted episodes of the batch.
 
-        A_i = (s_i - mean(s)) / (std(s) + 1e-4)    over all counted episodes of the batch
+        A_i = (s_i - mean(s)) / (std(s) + 1e-4)
 
-    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: global instead of group normalization. The unit is the episode, so that long ones
-    do not move the baseline more than short ones.
+    REINFORCE++, Hu et al. 2025, arXiv:2501.03262: global instead of group normalization. Long episodes count as much as short ones.
     """
     values = iter(_centred([score for scores in groups for score in scores], normalize_std))
     return [[next(values) for _ in scores] for scores in groups]
 
 
 def reinforce_plus_plus_baseline(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
-    """`reinforce_plus_plus` of scores that have their group's mean taken off: the paper's REINFORCE++-baseline.
+    """Applies `reinforce_plus_plus` to scores minus their group's mean: the paper's REINFORCE++-baseline.
 
-    The mean of centred scores is rounding noise; it must not turn a group without a preference into one with.
+    The mean of centred scores is rounding noise and must not give a preference to a group without one.
     """
     centred = grpo(groups, normalize_std=False)
-    made = reinforce_plus_plus(centred, normalize_std=normalize_std)
-    return [found if any(before) else [0.0] * len(before) for before, found in zip(centred, made, strict=True)]
+    scaled = reinforce_plus_plus(centred, normalize_std=normalize_std)
+    return [values if any(before) else [0.0] * len(before) for before, values in zip(centred, scaled, strict=True)]
 
 
 def rewards_for_a_critic(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
-    """The scores themselves: a critic supplies the baseline, token by token, and whitening is its own (`agentrl.learner.critic`)."""
+    """Returns the scores: a critic supplies the baseline for each token, and the whitening (`agentrl.learner.critic`)."""
     return [list(scores) for scores in groups]
 
 
@@ -92,33 +92,33 @@ def batch_advantages(
     min_group_size: int,
     penalties: Mapping[str, float] | None = None,
 ) -> list[GroupAdvantages]:
-    """Advantage of each episode of a step, by the estimator that `objective.advantage` names.
+    """Computes the advantage of each episode of a step with the estimator in `objective.advantage`.
 
-    Episodes that are unscored, or left out for an infrastructure or task failure, get None and count in no mean. A group is
-    dropped, with the reason, when fewer than `min_group_size` episodes count, when a score is infinite, or when all its advantages
-    would be zero up to rounding (`agentrl.base.scores`): with a group baseline if its scores are equal, with a batch baseline if all
-    scores of the batch are.
+    Unscored or excluded episodes get None and count in no mean. A group is dropped, with the reason, if fewer than `min_group_size`
+    episodes count, if a score is infinite, or if all its advantages would be zero up to rounding (`agentrl.scores`).
 
     Args:
         penalties: subtracted from the score of the episode with that id (the KL term of the reward).
 
     Raises:
-        PluginError: an estimator of the user's raised, or gave something of another shape.
+        PluginError: a user-supplied estimator raised or returned a wrong shape.
     """
     scores = [_counted(group, penalties or {}) for group in groups]
-    reasons = [_refusal(some, min_group_size) for some in scores]
-    usable = [some if not reason else {} for some, reason in zip(scores, reasons, strict=True)]
-    estimates = _estimate(usable, objective)
+    reasons = [_drop_reason(counted, min_group_size) for counted in scores]
+    usable = [list(counted.values()) for counted, reason in zip(scores, reasons, strict=True) if not reason]
+    estimates = iter(_estimate(estimator(objective), usable, objective.advantage) if usable else [])
     advantages = []
-    for group, some, reason, estimate in zip(groups, scores, reasons, estimates, strict=True):
-        empty = reason or ("" if objective.advantage == "gae" or not all_negligible(estimate.values(), some.values()) else "all_equal")
-        values = tuple(None if empty or index not in some else estimate[index] for index in range(len(group.episodes)))
-        advantages.append(GroupAdvantages(values=values, drop_reason=empty))
+    for group, counted, reason in zip(groups, scores, reasons, strict=True):
+        estimate = {} if reason else dict(zip(counted, next(estimates), strict=True))
+        if not reason and objective.advantage != "gae" and negligible(estimate.values(), counted.values()):
+            reason, estimate = "all_equal", {}
+        values = tuple(estimate.get(index) for index in range(len(group.episodes)))
+        advantages.append(GroupAdvantages(values=values, dropped=reason))
     return advantages
 
 
 def _counted(group: Group, penalties: Mapping[str, float]) -> dict[int, float]:
-    """Index in the group -> score, for the episodes that count."""
+    """Index in the group -> score, for the counted episodes."""
     return {
         index: scored.score.value - penalties.get(scored.episode.id, 0.0)
         for index, scored in enumerate(group.episodes)
@@ -126,7 +126,7 @@ def _counted(group: Group, penalties: Mapping[str, float]) -> dict[int, float]:
     }
 
 
-def _refusal(scores: Mapping[int, float], min_group_size: int) -> str:
+def _drop_reason(scores: Mapping[int, float], min_group_size: int) -> str:
     if len(scores) < max(min_group_size, 1):
         return f"too_few: {len(scores)} scored episodes, {max(min_group_size, 1)} needed"
     if not all(map(math.isfinite, scores.values())):
@@ -134,25 +134,25 @@ def _refusal(scores: Mapping[int, float], min_group_size: int) -> str:
     return ""
 
 
-def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
-    """The estimator that a recipe names. Raises `PluginError` for one that does not resolve or does not fulfil the protocol."""
-    ours = objective.advantage in parts.ADVANTAGE.shipped
-    options = {"normalize_std": objective.divides_by_std} if ours else objective.advantage_options
-    found: AdvantageEstimator = parts.load_part(parts.ADVANTAGE, objective.advantage, options)
-    return found
+def estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
+    """Returns the estimator in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
+    shipped = objective.advantage in parts.ADVANTAGE.shipped
+    options = {"normalize_std": objective.divides_by_std} if shipped else objective.advantage_options
+    function: AdvantageEstimator = parts.load(parts.ADVANTAGE, objective.advantage, options)
+    return function
 
 
-def check_advantages(made: object, groups: Groups) -> list[list[float]]:
-    """What an estimator gave for these groups, as lists of floats. Raises `ValueError` saying what is wrong with its shape."""
-    if not isinstance(made, Sequence) or len(made) != len(groups):
-        raise ValueError(f"{len(groups)} groups want {len(groups)} lists, not {_shape(made)}")
-    for number, (ours, theirs) in enumerate(zip(made, groups, strict=True)):
-        if not isinstance(ours, Sequence) or isinstance(ours, str) or len(ours) != len(theirs):
-            raise ValueError(f"group {number} of {len(theirs)} scores wants {len(theirs)} advantages, not {_shape(ours)}")
-        for value in ours:
+def checked(result: object, groups: Groups) -> list[list[float]]:
+    """Returns an estimator's result for these groups as lists of floats. Raises `ValueError` for a wrong shape or type."""
+    if not isinstance(result, Sequence) or len(result) != len(groups):
+        raise ValueError(f"{len(groups)} groups need {len(groups)} lists, not {_shape(result)}")
+    for number, (values, scores) in enumerate(zip(result, groups, strict=True)):
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(scores):
+            raise ValueError(f"group {number} of {len(scores)} scores needs {len(scores)} advantages, not {_shape(values)}")
+        for value in values:
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"group {number} holds {_shape(value)} where a float is wanted")
-    return [[float(value) for value in values] for values in made]
+                raise ValueError(f"group {number} holds {_shape(value)} instead of a float")
+    return [[float(value) for value in values] for values in result]
 
 
 def _shape(value: object) -> str:
@@ -162,25 +162,18 @@ def _shape(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def _estimate(groups: Sequence[Mapping[int, float]], objective: ObjectiveConfig) -> list[dict[int, float]]:
-    """Advantages of each group, aligned with its scores; groups without scores stay empty."""
-    scores = [list(some.values()) for some in groups if some]
-    found = iter(_called(load_estimator(objective), scores, objective.advantage) if scores else [])
-    return [dict(zip(some, next(found), strict=True)) if some else {} for some in groups]
-
-
-def _called(function: AdvantageEstimator, scores: list[list[float]], name: str) -> list[list[float]]:
+def _estimate(function: AdvantageEstimator, scores: list[list[float]], name: str) -> list[list[float]]:
     if name in parts.ADVANTAGE.shipped:
         return [list(values) for values in function(scores)]
     try:
         return check_advantages(function(scores), scores)
     except Exception as error:
-        told = f"{one_line_error(error)} ({raise_location(error)})"
-        raise PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {told}", fix="correct it there") from error
+        cause = f"{short(error)} ({location(error)})"
+        raise PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {cause}", fix="correct it there") from error
 
 
 def _centred(scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Against their mean; NaN for each where the arithmetic leaves the range of a float, so that `assemble` leaves the group out."""
+    """Scores minus their mean; NaN for each if the arithmetic overflows, so that `assemble` excludes the group."""
     try:
         mean = fmean(scores)
         return _scaled([score - mean for score in scores], scores, normalize_std)
@@ -208,6 +201,6 @@ def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) 
 
 
 def sample_std(values: Sequence[float]) -> float:
-    """Standard deviation with n - 1 in the denominator; at least two values."""
+    """Returns the standard deviation with n - 1 in the denominator, of at least two values."""
     mean = fmean(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -1,9 +1,9 @@
-"""From per-token losses to one number, with one denominator for the whole optimizer step.
+"""Aggregates per-token losses with one denominator for the optimizer step.
 
     loss = sum_t c_t l_t / D
 
-The weight c_t depends only on the token's own rollout, whose trained tokens each of its samples tells, and D is known before the first
-micro-batch, so micro-batches and ranks add up to exactly the loss of one big batch.
+The weight c_t depends only on the token's rollout, and D is known before the first micro-batch, so micro-batches and ranks add up to
+exactly the loss of one big batch.
 
 | aggregation | c_t | D | |
 | --- | --- | --- | --- |
@@ -30,49 +30,49 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Which tokens of a micro-batch belong to the same sequence."""
+    """Assigns the tokens of a micro-batch to sequences."""
 
     index: Tensor  # [N] int64 in [0, S): the token's sequence
     tokens: Tensor  # [S] int64: trained tokens of each sequence
 
     @classmethod
     def of(cls, sequence: Tensor) -> Segments:
-        """From any numbering [N] of sequences."""
+        """Builds it from any numbering [N] of sequences."""
         _, index, tokens = torch.unique(sequence, return_inverse=True, return_counts=True)
         return cls(index=index, tokens=tokens)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over each token's sequence, float64 [N]; constant."""
+        """Returns the sum over each token's sequence, float64 [N], without gradient."""
         return sum_segments(values.detach().double(), self.index, len(self.tokens))[self.index]
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over each token's sequence, float64 [N]; constant."""
+        """Returns the mean over each token's sequence, float64 [N], without gradient."""
         return self.sum(values) / self.tokens[self.index]
 
 
 def sum_segments(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sums [count] of the values [N] with equal `index` [N], added in order.
+    """Returns the sums [count] of the values [N] with equal `index` [N], added in order.
 
-    The order is fixed on CUDA too, where `index_add_` depends on thread timing and a resumed update would not be bit for bit the same.
+    The order is fixed, unlike `index_add_` on CUDA, so a resumed update is bitwise identical.
     """
     if not len(index):
         return values.new_zeros(count)
     lengths = torch.bincount(index, minlength=count)
-    added: Tensor = torch.segment_reduce(values[index.argsort(stable=True)], "sum", lengths=lengths)
-    return added
+    sums: Tensor = torch.segment_reduce(values[index.argsort(stable=True)], "sum", lengths=lengths)
+    return sums
 
 
 def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dtype, *, rollout_tokens: Tensor | None = None) -> Tensor:
-    """c_t, [N]. `rollout_tokens`: trained tokens of each token's rollout, [N]; None: every sequence is a rollout."""
+    """Returns c_t, [N]. `rollout_tokens`: trained tokens of each token's rollout, [N]; None means that every sequence is a rollout."""
     if aggregation == "sequence_mean":
         return (segments.tokens[segments.index] if rollout_tokens is None else rollout_tokens).to(dtype).reciprocal()
     return torch.ones_like(segments.index, dtype=dtype)
 
 
-def loss_denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
-    """D over all ranks and micro-batches of an optimizer step. `length` is the constant of `constant`, in tokens.
+def denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
+    """Returns D over all ranks and micro-batches of an optimizer step. `length` is the constant of `constant`, in tokens.
 
-    0.0 for a batch without a trained token, for which no step is made.
+    It is 0.0 for a batch without a trained token, for which no step is taken.
     """
     if aggregation == "token_mean":
         return float(sum(sum(sample.loss_mask) for sample in samples))

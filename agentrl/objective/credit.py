@@ -1,28 +1,28 @@
-"""Credit for the branches of an episode: what each turn of each trajectory is given (`objective.credit`).
+"""Credit of each turn of each trajectory of an episode (`objective.credit`).
 
-Notation, in one group: rollout i = 1..N has score s_i (after penalties) and advantage A_i, and trajectories b = 1..B_i that hold sampled
-tokens, each by an agent with a role (`Trajectory.agent`: main, worker, summary). sigma is 1 without `objective.normalize_std`. Every mean
-and every deviation counts a rollout once, however many trajectories it has (law 13).
+Notation, in one group: rollout i = 1..N has score s_i (after penalties) and advantage A_i, and trajectories b = 1..B_i with sampled
+tokens, each by an agent with a role (`Trajectory.agent`: main, worker, summary). sigma is 1 without `objective.normalize_std`. Every
+mean and deviation counts a rollout once, however many trajectories it has.
 
 | credit | advantage of trajectory b of rollout i |
 | --- | --- |
 | episode | A_i |
 | branches | A_i / B_i |
-| roles | (s_i - b_i) / sigma, over the rollouts that have b's role |
-| verifier | (v_ib - b_i) / sigma, over the rollouts that have b's role; v_ib is `Score.branches`, or s_i where that says nothing |
-| counterfactual | (value_i - w_ib) / sigma, where w_ib is `Score.without`; A_i where that says nothing |
+| roles | (s_i - b_i) / sigma, over the rollouts with b's role |
+| verifier | (v_ib - b_i) / sigma, over the rollouts with b's role; v_ib is `Score.branches`, or s_i if that is None |
+| counterfactual | (value_i - w_ib) / sigma, where w_ib is `Score.without`; A_i if that is None |
 | siblings | (mean of s over D - mean of s over P) / sigma, turn by turn |
 
 roles, verifier: with S_ib the score of a trajectory (s_i or v_ib), u_i is the mean of S_ib over the trajectories of the role in rollout i,
-n the number of rollouts that have one, and m the mean of u. b_i is m with grpo, and the mean of the others' u with rloo; u_i where n is 1.
-sigma^2 = sum_i mean_b (S_ib - m)^2 / max(n - 1, 1), and 1e-4 is added to sigma: with one trajectory a rollout this is GRPO, or RLOO.
+n the number of rollouts that have one, and m the mean of u. b_i is m with grpo, and the mean of the others' u with rloo; u_i if n is 1.
+sigma^2 = sum_i mean_b (S_ib - m)^2 / max(n - 1, 1), and 1e-4 is added to sigma: with one trajectory per rollout this is GRPO, or RLOO.
 
 counterfactual: difference rewards (Wolpert and Tumer 2002, Optimal payoff functions for members of collectives), as advantages in
-Foerster et al. 2018, arXiv:1705.08926. sigma is the deviation of s over the group (n - 1) plus 1e-4, and 1 where all scores are equal.
+Foerster et al. 2018, arXiv:1705.08926. sigma is the deviation of s over the group (n - 1) plus 1e-4, and 1 if all scores are equal.
 
-siblings: D are the rollouts that share the turn, P those that shared the last turn before it that more rollouts have, or the whole group:
-the group at the branch point. With rloo the second mean is over P without D. The sum of a path's differences is s_i less the group's
-mean. Local advantages of a tree: Hou et al. 2025, arXiv:2506.11902. sigma as for counterfactual.
+siblings: D are the rollouts that share the turn; P those that share the last earlier turn with more rollouts, or the group: the rollouts
+at the branch point. With rloo the second mean is over P without D. The differences along a path add up to s_i minus the group's mean.
+Local advantages of a tree: Hou et al. 2025, arXiv:2506.11902. sigma as for counterfactual.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ Credit = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountedEpisode:
-    """An episode that counts."""
+class Rollout:
+    """A counted episode."""
 
     scored: ScoredEpisode
     score: float  # after penalties
     advantage: float
 
     @property
-    def trajectories(self) -> Sequence[Trajectory]:
+    def lines(self) -> Sequence[Trajectory]:
+        """The episode's trajectories."""
         return self.scored.episode.trajectories
 
 
-def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
-    """What every turn of a group's rollouts is given; NaN where the arithmetic leaves the range of a float.
+def branch_credit(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+    """Returns the credit of every turn of a group's rollouts; NaN if the arithmetic overflows.
 
-    Raises `RecipeError` where `objective.credit` needs what a score does not say.
+    Raises `RecipeError` if a score lacks what `objective.credit` needs.
     """
     try:
         if objective.credit == "siblings":
@@ -68,134 +69,130 @@ def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig
             return _spread(rollouts, _by_role(rollouts, objective))
         if objective.credit == "counterfactual":
             return _spread(rollouts, _counterfactual(rollouts, objective))
-        shares = [max(1, sum(map(_sampled, one.trajectories))) if objective.credit == "branches" else 1 for one in rollouts]
-        return _spread(rollouts, [[one.advantage / share] * len(one.trajectories) for one, share in zip(rollouts, shares, strict=True)])
-    except OverflowError:  # of math.fsum, and of a square
-        return _spread(rollouts, [[math.nan] * len(one.trajectories) for one in rollouts])
+        shares = [max(1, sum(map(_sampled, rollout.lines))) if objective.credit == "branches" else 1 for rollout in rollouts]
+        return _spread(rollouts, [[r.advantage / share] * len(r.lines) for r, share in zip(rollouts, shares, strict=True)])
+    except OverflowError:  # in math.fsum or a square
+        return _spread(rollouts, [[math.nan] * len(rollout.lines) for rollout in rollouts])
 
 
-def _spread(rollouts: Sequence[CountedEpisode], values: Sequence[Sequence[float]]) -> Credit:
-    """The value of a trajectory on each of its turns."""
+def _spread(rollouts: Sequence[Rollout], values: Sequence[Sequence[float]]) -> Credit:
+    """Gives each turn the value of its trajectory."""
     return {
-        one.scored.episode.id: [[value] * len(line.turns) for line, value in zip(one.trajectories, found, strict=True)]
-        for one, found in zip(rollouts, values, strict=True)
+        rollout.scored.episode.id: [[value] * len(trajectory.turns) for trajectory, value in zip(rollout.lines, own, strict=True)]
+        for rollout, own in zip(rollouts, values, strict=True)
     }
 
 
-def _sampled(line: Trajectory) -> bool:
-    return any(turn.completion_ids for turn in line.turns)
+def _sampled(trajectory: Trajectory) -> bool:
+    return any(turn.completion_ids for turn in trajectory.turns)
 
 
-def _by_role(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
-    scores = [_own_scores(one) if objective.credit == "verifier" else [one.score] * len(one.trajectories) for one in rollouts]
-    made = [[0.0] * len(one.trajectories) for one in rollouts]
-    for role in sorted({line.agent for one in rollouts for line in one.trajectories}):
-        places = [[at for at, line in enumerate(one.trajectories) if line.agent == role and _sampled(line)] for one in rollouts]
-        for number, advantages in _against_role(scores, places, objective).items():
-            for at, value in zip(places[number], advantages, strict=True):
-                made[number][at] = value
-    return made
+def _by_role(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
+    if objective.credit == "verifier":
+        scores = [[r.score if v is None else v for v in _per_trajectory(r, r.scored.score.branches, "branches")] for r in rollouts]
+    else:
+        scores = [[rollout.score] * len(rollout.lines) for rollout in rollouts]
+    credit = [[0.0] * len(rollout.lines) for rollout in rollouts]
+    for role in sorted({trajectory.agent for rollout in rollouts for trajectory in rollout.lines}):
+        own_scores: dict[int, dict[int, float]] = {}  # rollout -> trajectory of this role -> score
+        for number, rollout in enumerate(rollouts):
+            for index, trajectory in enumerate(rollout.lines):
+                if trajectory.agent == role and _sampled(trajectory):
+                    own_scores.setdefault(number, {})[index] = scores[number][index]
+        for number, advantages in _against_role({n: list(own.values()) for n, own in own_scores.items()}, objective).items():
+            for index, advantage in zip(own_scores[number], advantages, strict=True):
+                credit[number][index] = advantage
+    return credit
 
 
-def _against_role(scores: Sequence[Sequence[float]], places: Sequence[Sequence[int]], objective: ObjectiveConfig) -> dict[int, list[float]]:
-    """Rollout -> advantages of its trajectories of one role, which are at `places` in it."""
-    given = {number: [scores[number][at] for at in found] for number, found in enumerate(places) if found}
-    every = [score for some in given.values() for score in some]
-    if not every or all_equal(every):
-        return {number: [0.0] * len(some) for number, some in given.items()}
-    means = {number: fmean(some) for number, some in given.items()}
-    mean, n = fmean(means.values()), len(means)
-    spread = math.fsum(fmean((score - mean) ** 2 for score in some) for some in given.values()) / max(n - 1, 1)
-    scale = math.sqrt(spread) + STD_EPS if objective.divides_by_std else 1.0
-    leaves_out = objective.advantage == "rloo" and n > 1
-    total = math.fsum(means.values())
-    return {
-        number: [(score - ((total - means[number]) / (n - 1) if leaves_out else mean)) / scale for score in some]
-        for number, some in given.items()
-    }
+def _against_role(scores: Mapping[int, list[float]], objective: ObjectiveConfig) -> dict[int, list[float]]:
+    """Advantages of the trajectories of one role, by rollout."""
+    if alike([score for own in scores.values() for score in own]):
+        return {number: [0.0] * len(own) for number, own in scores.items()}
+    means = {number: fmean(own) for number, own in scores.items()}
+    mean, n, total = fmean(means.values()), len(means), math.fsum(means.values())
+    variance = math.fsum(fmean((score - mean) ** 2 for score in own) for own in scores.values()) / max(n - 1, 1)
+    scale = math.sqrt(variance) + STD_EPS if objective.divides_by_std else 1.0
+    rloo = objective.advantage == "rloo" and n > 1
+    baselines = {number: (total - own) / (n - 1) if rloo else mean for number, own in means.items()}
+    return {number: [(score - baselines[number]) / scale for score in own] for number, own in scores.items()}
 
 
-def _own_scores(one: CountedEpisode) -> list[float]:
-    """What each trajectory is worth by itself: v_ib, or s_i."""
-    judged = _said(one, one.scored.score.branches, "branches")
-    return [one.score if value is None else value for value in judged]
+def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> list[list[float]]:
+    scale, credit = _deviation(rollouts, objective), []
+    for rollout in rollouts:
+        value, without = rollout.scored.score.value, _per_trajectory(rollout, rollout.scored.score.without, "without")
+        assert value is not None, "a counted episode has a score"
+        credit.append([rollout.advantage if other is None else _difference(value, other) / scale for other in without])
+    return credit
 
 
-def _counterfactual(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> list[list[float]]:
-    scale, made = _deviation([one.score for one in rollouts], objective), []
-    for one in rollouts:
-        value, without = one.scored.score.value, _said(one, one.scored.score.without, "without")
-        assert value is not None, "a rollout that counts has a score"
-        made.append([one.advantage if left is None else _difference(value, left) / scale for left in without])
-    return made
-
-
-def _said(one: CountedEpisode, given: Sequence[float | None], name: str) -> Sequence[float | None]:
-    """What the score says of each trajectory. One that is alone needs nothing said."""
-    if not given and sum(map(_sampled, one.trajectories)) > 1:
+def _per_trajectory(rollout: Rollout, values: Sequence[float | None], name: str) -> Sequence[float | None]:
+    """The score's value for each trajectory. An episode with a single trajectory needs none."""
+    if not values and sum(map(_sampled, rollout.lines)) > 1:
         raise RecipeError(
-            f"objective.credit: the score of episode {one.scored.episode.id}, which has several trajectories, has no {name}",
+            f"objective.credit: the score of episode {rollout.scored.episode.id}, which has several trajectories, has no {name}",
             fix=f"return Score({name}=...) from the verifier, a number or None for each trajectory, or set objective.credit=episode",
         )
-    return given or [None] * len(one.trajectories)
+    return values or [None] * len(rollout.lines)
 
 
-def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
-    """The rollouts that share each turn, against those that shared the way to it."""
-    sharing: dict[TurnKey, set[int]] = {}
-    for number, one in enumerate(rollouts):
-        for key in _keys(one).values():
+def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit:
+    """Compares the rollouts that share a turn with those at its branch point."""
+    keys_of = [_keys(rollout) for rollout in rollouts]
+    sharing: dict[Key, set[int]] = {}
+    for number, keys in enumerate(keys_of):
+        for key in keys.values():
             sharing.setdefault(key, set()).add(number)
-    scores, scale = [one.score for one in rollouts], _deviation([one.score for one in rollouts], objective)
-    everyone = set(range(len(rollouts)))
-    made: Credit = {}
-    for one in rollouts:
-        above: dict[tuple[int, int], set[int]] = {}  # turn -> P of it
-        keys = _keys(one)
-        made[one.scored.episode.id] = [[0.0] * len(line.turns) for line in one.trajectories]
-        for place, key in keys.items():  # parents stand before their children
-            before = _before(one, place)
-            shared = sharing[key]
-            group = everyone if before is None else sharing[keys[before]] if sharing[keys[before]] > shared else above[before]
-            above[place] = group
-            rest = group - shared if objective.advantage == "rloo" else group
-            if rest:
-                made[one.scored.episode.id][place[0]][place[1]] = _difference(_mean(scores, shared), _mean(scores, rest)) / scale
-    return made
+    scale = _deviation(rollouts, objective)
+    credit: Credit = {}
+    for rollout, keys in zip(rollouts, keys_of, strict=True):
+        branch_points: dict[tuple[int, int], set[int]] = {}  # turn -> P
+        own = credit[rollout.scored.episode.id] = [[0.0] * len(trajectory.turns) for trajectory in rollout.lines]
+        for turn, key in keys.items():  # parents come before their children
+            before, shared = _before(rollout, turn), sharing[key]
+            if before is None:
+                group = set(range(len(rollouts)))
+            else:
+                group = sharing[keys[before]] if sharing[keys[before]] > shared else branch_points[before]
+            branch_points[turn] = group
+            if rest := group - shared if objective.advantage == "rloo" else group:
+                means = (fmean(rollouts[number].score for number in sorted(numbers)) for numbers in (shared, rest))
+                own[turn[0]][turn[1]] = _difference(*means) / scale
+    return credit
 
 
-def _keys(one: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
-    """(trajectory, turn) -> what identifies the turn over the rollouts that share it."""
-    episode = one.scored.episode
-    return {(at, turn): turn_key(episode.id, at, line, turn) for at, line in enumerate(one.trajectories) for turn in range(len(line.turns))}
+def _keys(rollout: Rollout) -> dict[tuple[int, int], Key]:
+    """(trajectory, turn) -> identity of the turn across the rollouts that share it."""
+    episode_id, trajectories = rollout.scored.episode.id, rollout.lines
+    return {
+        (i, turn): turn_key(episode_id, i, trajectory, turn)
+        for i, trajectory in enumerate(trajectories)
+        for turn in range(len(trajectory.turns))
+    }
 
 
-def _before(one: CountedEpisode, place: tuple[int, int]) -> tuple[int, int] | None:
+def _before(rollout: Rollout, turn: tuple[int, int]) -> tuple[int, int] | None:
     """The turn that a turn follows, in its trajectory or in that of its parent."""
-    at, turn = place
-    parent = one.trajectories[at].parent
-    if turn:
-        return at, turn - 1
+    trajectory, number = turn
+    if number:
+        return trajectory, number - 1
+    parent = rollout.lines[trajectory].parent
     return None if parent is None else (parent.trajectory, parent.turn)
 
 
-def _difference(one: float, other: float) -> float:
+def _difference(score: float, other: float) -> float:
     """Exactly zero if two scores are equal up to rounding."""
-    return 0.0 if all_equal((one, other)) else one - other
+    return 0.0 if alike((score, other)) else score - other
 
 
-def _mean(scores: Sequence[float], numbers: set[int]) -> float:
-    return fmean(scores[number] for number in sorted(numbers))
+def _deviation(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> float:
+    """sigma of the rollouts' scores."""
+    scores = [rollout.score for rollout in rollouts]
+    return 1.0 if not objective.divides_by_std or alike(scores) else sample_std(scores) + STD_EPS
 
 
-def _deviation(scores: Sequence[float], objective: ObjectiveConfig) -> float:
-    """sigma of scores, one for each rollout."""
-    if not objective.divides_by_std or all_equal(scores):
-        return 1.0
-    return sample_std(scores) + STD_EPS
-
-
-def penalized_score(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
-    """s_i: an episode's score less its penalty."""
-    assert scored.score.value is not None, "it counts"
+def penalized(scored: ScoredEpisode, penalties: Mapping[str, float]) -> float:
+    """Returns s_i: an episode's score minus its penalty."""
+    assert scored.score.value is not None, "a counted episode has a score"
     return scored.score.value - penalties.get(scored.episode.id, 0.0)

@@ -1,25 +1,22 @@
-"""What a step should train of what was sampled: the other side of the count that the learner makes of its micro-batches."""
+"""The number of tokens that a step should train, to compare with the learner's count of its micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from agentrl.objective.branches import Key, turn_key
 from agentrl.records import Group
 
 
 def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
-    """Tokens that were sampled for the episodes that count, in groups that are not `dropped` (indices); a turn that several episodes
-    inherited counts once, however many of them count.
+    """Returns the sampled tokens of the counted episodes of groups that are not `dropped` (indices). A shared turn counts once.
 
-    The learner counts what it packed (`tokens_delivered`); the two are equal as long as every sampled token is trained once.
+    The learner counts the tokens that it packed (`tokens_delivered`); the two are equal if every sampled token is trained once.
     """
-    turns: set[tuple[int, str, int, int, tuple[int, ...], tuple[float, ...], int]] = set()
+    sampled: dict[tuple[int, Key], int] = {}
     for group in groups:
-        if group.index in dropped:
-            continue
-        for scored in group.scored:
-            for number, line in enumerate(scored.episode.trajectories):
-                for place, turn in enumerate(line.turns):
-                    sampler = line.inherited[place] if place < len(line.inherited) else scored.episode.id
-                    turns.add((group.index, sampler, number, place, turn.completion_ids, turn.logprobs, turn.sampled))
-    return sum(turn[-1] for turn in turns)
+        for scored in group.scored if group.index not in dropped else ():
+            for index, trajectory in enumerate(scored.episode.trajectories):
+                for number, turn in enumerate(trajectory.turns):
+                    sampled[group.index, turn_key(scored.episode.id, index, trajectory, number)] = turn.sampled
+    return sum(sampled.values())

@@ -7,21 +7,20 @@ from torch import Tensor
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of the sampled tokens; tokens between them (tools, users) are skipped.
+    """Returns advantages and returns of the sampled tokens; tokens between them (tools, users) are skipped.
 
         delta_t = r_t + gamma_t V_{t'} - V_t,   A_t = delta_t + gamma_t lambda_t A_{t'},   return_t = A_t + V_t
 
-    where t' is the next sampled token of the row; after the last one V and A are 0 (the episode ends there).
+    where t' is the next sampled token of the row; after the last one V and A are 0, because the episode ends.
 
-    Schulman et al. 2015, arXiv:1506.02438, eq. 16. A tool's tokens are not actions: they take no time steps, and the value after a
-    tool call is that of the first token sampled after its output. With tensors, `gamma` and `lam` can vary by token, e.g. 1 inside
-    a turn and less at its last token (turn-level discounting).
+    Schulman et al. 2015, arXiv:1506.02438, eq. 16. A tool's tokens are not actions and take no time steps; the value after a tool call is
+    that of the first token sampled after its output.
 
     Args:
-        rewards: [B, T], on sampled tokens; like `values` ignored elsewhere, even NaN.
+        rewards: [B, T], on sampled tokens; like `values` ignored elsewhere, even if NaN.
         values: [B, T], V_t of the state before token t.
-        mask: [B, T], True where the policy sampled the token.
-        gamma, lam: in [0, 1]; numbers or tensors that broadcast to [B, T].
+        mask: [B, T], True if the policy sampled the token.
+        gamma, lam: in [0, 1]; numbers, or tensors that broadcast to [B, T] for turn-level discounting.
 
     Returns:
         advantages and returns [B, T], without gradient, 0 where masked.

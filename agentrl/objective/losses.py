@@ -1,9 +1,8 @@
-"""Surrogates of the policy gradient: each sampled token's contribution to the objective, before aggregation.
+"""Surrogates of the policy gradient: each sampled token's term of the objective, before aggregation.
 
-`ppo`, `gspo` and `cispo` are what a recipe's `objective.loss` names: each is an `agentrl.protocols.Loss`.
-
-All tensors are [N], sampled tokens only. With A the advantage and r an importance ratio whose gradient is r * grad log pi, each
-function returns the term to maximize and a mask of the tokens whose gradient its bound cut off.
+`ppo`, `gspo` and `cispo` are the values of `objective.loss` (`agentrl.protocols.Loss`). All tensors are [N], sampled tokens only. With A
+the advantage and r an importance ratio whose gradient is r * grad log pi, each function returns the term to maximize and a mask of the
+tokens whose gradient its bound removed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Surrogate = tuple[Tensor, Tensor]  # [N] to maximize, with gradient; [N] bool, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
-    """`agentrl.protocols.LossTokens`."""
+    """The shipped implementation of `agentrl.protocols.LossTokens`."""
 
     log_ratio: Tensor  # [N]
     logprobs: Tensor  # [N]
@@ -35,7 +34,7 @@ class LossInput:
 
 
 def ppo(tokens: LossTokens) -> Surrogate:
-    """`clip` of the ratio by token, with `dual_clip` where the recipe sets it."""
+    """Applies `clip` to the ratio of each token, or `dual_clip` if the recipe sets it."""
     ratio = token_ratio(tokens.log_ratio, tokens.cap)
     if tokens.dual_clip is None:
         return clip(ratio, tokens.advantages, low=tokens.clip_low, high=tokens.clip_high)
@@ -43,47 +42,48 @@ def ppo(tokens: LossTokens) -> Surrogate:
 
 
 def gspo(tokens: LossTokens) -> Surrogate:
-    """`clip` of the ratio by sequence."""
+    """Applies `clip` to the ratio of each sequence."""
     ratio = sequence_ratio(tokens.log_ratio, Segments.of(tokens.sequence), tokens.cap)
     return clip(ratio, tokens.advantages, low=tokens.clip_low, high=tokens.clip_high)
 
 
 def cispo(tokens: LossTokens) -> Surrogate:
-    """`clipped_weight`, which bounds itself."""
+    """Applies `clipped_weight`."""
     return clipped_weight(tokens.log_ratio, tokens.logprobs, tokens.advantages, low=tokens.clip_low, high=tokens.clip_high)
 
 
-def check_surrogate(made: object, tokens: LossTokens, name: str) -> Surrogate:
-    """What a loss gave, if it is two tensors of the tokens' shape, the second of them bool. Raises `PluginError` naming the loss."""
-    if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
-        wrong = f"a {type(made).__name__}" + (f" of {', '.join(type(one).__name__ for one in made)}" if isinstance(made, tuple) else "")
-    elif made[0].shape != tokens.logprobs.shape or made[1].shape != tokens.logprobs.shape:
-        wrong = f"shapes {list(made[0].shape)} and {list(made[1].shape)} for {list(tokens.logprobs.shape)} tokens"
-    elif not made[0].dtype.is_floating_point or made[1].dtype is not torch.bool:
-        wrong = f"types {made[0].dtype} and {made[1].dtype}"
+def checked(result: object, tokens: LossTokens, name: str) -> Surrogate:
+    """Returns a loss's result if it is two tensors of the tokens' shape, float and bool. Raises `PluginError` otherwise."""
+    if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(part, Tensor) for part in result):
+        types = f" of {', '.join(type(part).__name__ for part in result)}" if isinstance(result, tuple) else ""
+        wrong = f"a {type(result).__name__}{types}"
+    elif result[0].shape != tokens.logprobs.shape or result[1].shape != tokens.logprobs.shape:
+        wrong = f"shapes {list(result[0].shape)} and {list(result[1].shape)} for {list(tokens.logprobs.shape)} tokens"
+    elif not result[0].dtype.is_floating_point or result[1].dtype is not torch.bool:
+        wrong = f"types {result[0].dtype} and {result[1].dtype}"
     else:
-        return made
+        return result
     raise PluginError(
-        f"objective.loss {name!r} gave {wrong}",
-        fix="return two tensors, of a float and of a bool for each token: the term to be maximized, and where a bound cut the gradient off",
+        f"objective.loss {name!r} returned {wrong}",
+        fix="return two tensors with an entry for each token: its term to maximize (float), whether a bound removed its gradient (bool)",
     )
 
 
 def token_ratio(log_ratio: Tensor, cap: float) -> Tensor:
-    """r_t = min(pi / pi_old, cap), whose derivative equals its value even where it is truncated.
+    """Returns r_t = min(pi / pi_old, cap), whose derivative equals its value even if it is truncated.
 
-    The cap acts where the clip does not: on a token with negative advantage whose ratio has grown. The gradient keeps its direction,
-    with a weight of at most `cap`. Truncation: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561.
+    The cap acts where the clip does not: on a token with negative advantage whose ratio has grown. The gradient keeps its direction, with a
+    weight of at most `cap`. Truncation: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561.
     """
     value = log_ratio.detach().exp().clamp(max=cap)
     return value * (log_ratio - log_ratio.detach()).exp()
 
 
 def sequence_ratio(log_ratio: Tensor, segments: Segments, cap: float) -> Tensor:
-    """s_i = (pi(y_i) / pi_old(y_i)) ** (1 / |y_i|) for every token of sequence i, truncated at `cap`.
+    """Returns s_i = (pi(y_i) / pi_old(y_i)) ** (1 / |y_i|) for every token of sequence i, truncated at `cap`.
 
-    This is the form GSPO-token (eq. 13), whose token t carries the gradient s_i * grad log pi(y_t): for a sequence mean with equal
-    advantages it is exactly GSPO's gradient, and advantages may differ between tokens. Zheng et al. 2025, arXiv:2507.18071.
+    This is GSPO-token (eq. 13): token t carries the gradient s_i * grad log pi(y_t). For a sequence mean with equal advantages it is
+    exactly GSPO's gradient, and advantages may differ between tokens. Zheng et al. 2025, arXiv:2507.18071.
     """
     value = segments.mean(log_ratio).exp().clamp(max=cap).to(log_ratio.dtype)
     return value * (log_ratio - log_ratio.detach()).exp()
@@ -103,7 +103,7 @@ def clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surro
 def dual_clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float, bound: float) -> Surrogate:
     """`clip`, bounded from below by bound * A for A < 0: max(min(r A, clip(r) A), bound A); `bound` above 1.
 
-    A token with negative advantage that has become far more likely than when it was sampled stops contributing. Ye et al. 2019,
+    A token with negative advantage that has become far more likely since it was sampled stops contributing. Ye et al. 2019,
     arXiv:1912.09729, eq. 5.
     """
     inner, clipped = clip(ratio, advantages, low=low, high=high)
@@ -113,9 +113,9 @@ def dual_clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float, bou
 
 
 def clipped_weight(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, low: float, high: float) -> Surrogate:
-    """sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, no token loses its gradient.
+    """sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, and no token loses its gradient.
 
-    CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4 and 5; there without a lower bound (`low` = 1). True where the weight was clipped.
+    CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4 and 5; there without a lower bound (`low` = 1). The mask shows clipped weights.
     """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - low, 1.0 + high)

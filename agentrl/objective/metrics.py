@@ -1,4 +1,4 @@
-"""Metrics of an update: sums and maxima to combine over micro-batches and ranks, and the figures computed from them."""
+"""Metrics of an update: sums and maxima to combine over micro-batches and ranks, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def token_statistics(
     kl_reference: Tensor | None,
     is_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)], float64, of [N] tokens.
+    """Returns sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)], float64, of [N] tokens.
 
     Args:
         log_ratio: log pi - log mu.
-        clipped: where the surrogate's bound is active; `high`: where the ratio is above 1.
-        cut: where an importance weight was truncated or masked.
-        same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's own weights sampled, NaN elsewhere; None: unknown for all.
+        clipped: tokens where the surrogate's bound is active; `high`: where the ratio is above 1.
+        cut: tokens whose importance weight was truncated or masked.
+        same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's weights sampled, NaN for others; None means unknown for all.
     """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.exp()
@@ -63,16 +63,15 @@ def token_statistics(
 
 
 def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> dict[str, float]:
-    """Metrics from the combined `PolicyLoss.sums` and `.maxima`; empty when no token was trained.
+    """Computes metrics from the combined `PolicyLoss.sums` and `.maxima`; empty if no token was trained.
 
     Over the n trained tokens of an optimizer step on all ranks, with mu the behaviour policy, r = pi / mu, and logs in nats:
 
-        kl_behaviour            mean of r - 1 - log r, which is k3 of KL(mu || pi)
-        kl_reference            mean of k3 of KL(pi || pi_ref), where there is a reference
-        mismatch_kl             mean of r - 1 - log r over the tokens sampled by these very weights: server against learner, with no
-                                update between them. Absent without such tokens, and after the batch's first step when there is no
-                                proximal policy of the weights before it
-        mismatch_tokens         share of the tokens that mismatch_kl is taken over
+        kl_behaviour            mean of r - 1 - log r, which is k3 of KL(mu || pi) kl_reference            mean of k3 of KL(pi || pi_ref),
+        if there is a KL reference model mismatch_kl             mean of r - 1 - log r over the tokens that these weights sampled: server
+        against learner. Absent without such
+                                tokens, and after the batch's first step if there is no proximal policy
+        mismatch_tokens         share of the tokens that mismatch_kl is computed over
         mismatch_mean, _max     |log r|
         ratio_mean, _min, _max  r
         clip_fraction           share of tokens where the surrogate's bound is active; _low: ratios below 1, _high: above
@@ -85,10 +84,10 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
     n = total["tokens"]
     if n == 0:
         return {}
-    sometimes = {"kl_reference": total["kl_reference"] / n} if with_reference else {}
+    optional = {"kl_reference": total["kl_reference"] / n} if with_reference else {}
     if total["same"]:
-        sometimes["mismatch_kl"] = total["same_kl"] / total["same"]
-    return sometimes | {
+        optional["mismatch_kl"] = total["same_kl"] / total["same"]
+    return optional | {
         "mismatch_tokens": total["same"] / n,
         "ratio_mean": total["ratio"] / n,
         "ratio_max": peak["ratio"],
@@ -105,14 +104,14 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
     }
 
 
-def combine_steps(passes: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
-    """Metrics of a batch from those of its optimizer steps: means weighted by the steps' `tokens`, and extremes of extremes.
+def over_steps(steps: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
+    """Combines the metrics of a batch's optimizer steps: means weighted by the steps' `tokens`, and extremes of extremes.
 
-    Values that are not finite are left out, as are metrics that no step has.
+    Non-finite values are ignored, and so are metrics that no step has.
     """
     combined: dict[str, float] = {}
-    for name in sorted({name for made in passes for name in made}):
-        pairs = [(made[name], n) for made, n in zip(passes, tokens, strict=True) if math.isfinite(made.get(name, math.nan))]
+    for name in sorted({name for step in steps for name in step}):
+        pairs = [(step[name], n) for step, n in zip(steps, tokens, strict=True) if math.isfinite(step.get(name, math.nan))]
         if not pairs:
             continue
         values, weights = zip(*pairs, strict=True)

@@ -1,4 +1,4 @@
-"""The loss of a recipe: surrogate, off-policy correction, KL term and entropy bonus, aggregated as `ObjectiveConfig` says."""
+"""The loss of a recipe: surrogate, off-policy correction, KL term and entropy bonus, aggregated."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from agentrl.protocols import Loss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """The sampled tokens of a micro-batch, in whole sequences. All tensors are [N]."""
+    """The sampled tokens of a micro-batch, in complete sequences. All tensors are [N]."""
 
-    logprobs: Tensor  # of the policy being trained, at the sampling temperature and over the sampled support; carries the gradient
-    behaviour: Tensor  # of the policy that sampled the token, likewise
-    advantages: Tensor  # constant
+    logprobs: Tensor  # of the trained policy, at the sampling temperature and over the sampled support; has a gradient
+    behaviour: Tensor  # of the behaviour policy
+    advantages: Tensor
     sequence: Tensor  # int64; tokens with the same number are one sequence
-    proximal: Tensor | None = None  # of the weights at the start of the step; None: the behaviour policy's are used
-    kl_reference: Tensor | None = None  # of the reference policy, where there is a KL term
-    on_policy: Tensor | None = None  # bool: sampled by the weights at the start of the step; None: unknown
-    entropy: Tensor | None = None  # of the policy being trained, nats; carries a gradient where there is an entropy bonus
-    rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None: every sequence is one
+    proximal: Tensor | None = None  # of the weights at the start of the step; None uses the behaviour policy's
+    reference: Tensor | None = None  # of the KL reference model, if there is a KL term
+    same: Tensor | None = None  # bool: sampled by the weights at the start of the step; None means unknown
+    entropy: Tensor | None = None  # of the trained policy, nats; has a gradient if there is an entropy bonus
+    rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None means that every sequence is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +38,24 @@ class PolicyLoss:
     """The result of `policy_loss`."""
 
     loss: Tensor  # [] this micro-batch's share of the loss; differentiable
-    sums: Tensor  # [len(metrics.SUM_NAMES)] float64, add over micro-batches and ranks
-    maxima: Tensor  # [len(metrics.MAX_NAMES)] float64, maximum over micro-batches and ranks
+    sums: Tensor  # [len(metrics.SUM_NAMES)] float64, to add over micro-batches and ranks
+    maxima: Tensor  # [len(metrics.MAX_NAMES)] float64, to maximize over micro-batches and ranks
 
 
 def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominator: float, surrogate: Loss | None = None) -> PolicyLoss:
-    """sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator, over the trained tokens of a micro-batch.
+    """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
 
-    J is the surrogate (`objective.loss`, of `agentrl.objective.losses` or anybody's) of the ratio r = pi / pi_prox, w the correction for
-    pi_prox / mu (`agentrl.objective.corrections`), KL the term of `agentrl.objective.kl`, H the entropy, c and the denominator those of
+    J is the surrogate (`objective.loss`) of the ratio r = pi / pi_prox, w the correction for pi_prox / mu
+    (`agentrl.objective.corrections`), KL the term of `agentrl.objective.kl`, H the entropy, c and the denominator those of
     `agentrl.objective.aggregate`.
 
-    Without a proximal policy the ratio is taken against the behaviour logprobs and w is 1. That is right for a single optimizer step
-    per batch: with pi_prox = pi the ratio would be 1 everywhere, and stale tokens would never be clipped. With several optimizer
-    steps per batch, pass the logprobs recomputed at the start of the step (the decoupled objective): the clip then bounds the change
-    made here, and w corrects for staleness and for numerical differences between server and learner.
+    Without a proximal policy the ratio is pi / mu and w is 1. That is right for a single optimizer step per batch: with pi_prox = pi the
+    ratio would be 1 everywhere, and stale tokens would never be clipped. With several optimizer steps per batch, pass the logprobs from
+    the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for staleness and for
+    numerical differences between server and learner.
 
-    `surrogate`: `load_loss(objective)`, for a caller that has looked it up already.
-
-    Raises `ValueError` when the denominator is not positive, or a tensor that the objective needs is missing, `PluginError` when the
-    loss gave something of another shape.
+    `surrogate` is `loss_of(objective)`, if the caller has loaded it. Raises `ValueError` if the denominator is not positive or a required
+    tensor is missing, and `PluginError` if the loss returns a wrong shape.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")
@@ -105,17 +103,17 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
 
 
-def load_loss(objective: ObjectiveConfig) -> Loss:
-    """The loss that a recipe names. Raises `PluginError` for one that does not resolve or does not fulfil the protocol."""
-    found: Loss = parts.load_part(parts.LOSS, objective.loss, objective.loss_options)
-    return found
+def loss_of(objective: ObjectiveConfig) -> Loss:
+    """Returns the loss in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
+    loss: Loss = parts.load(parts.LOSS, objective.loss, objective.loss_options)
+    return loss
 
 
 def _mismatch(tokens: TrainedTokens) -> Tensor | None:
-    """[N] float64: k3 of KL(server || learner) where both used the same weights, NaN elsewhere.
+    """[N] float64: k3 of KL(server || learner) if both used the same weights, NaN otherwise.
 
-    The learner's side is the proximal policy, the weights at the start of the step; without one it is the policy itself, and the
-    caller passes `same` only while the policy is unchanged.
+    The learner's logprobs are the proximal policy's. Without one they are the policy's, and the caller passes `same` only while the policy
+    is unchanged.
     """
     if tokens.on_policy is None:
         return None
@@ -124,14 +122,14 @@ def _mismatch(tokens: TrainedTokens) -> Tensor | None:
 
 
 def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:
-    """The terms besides the surrogate, [N]."""
+    """The KL and entropy terms, [N]."""
     total = torch.zeros_like(tokens.logprobs)
     if objective.kl in ("k1", "k2", "k3"):
-        if tokens.kl_reference is None:
-            raise ValueError(f"objective.kl={objective.kl} needs the reference policy's logprobs")
-        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.kl_reference.to(total.dtype))
+        if tokens.reference is None:
+            raise ValueError(f"objective.kl={objective.kl} needs the logprobs of the KL reference model")
+        total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.reference.to(total.dtype))
     if objective.entropy_coef:
         if tokens.entropy is None or not (tokens.entropy.requires_grad or not torch.is_grad_enabled()):
-            raise ValueError("objective.entropy_coef needs entropies that carry a gradient")
+            raise ValueError("objective.entropy_coef needs entropies with a gradient")
         total = total - objective.entropy_coef * tokens.entropy
     return total

@@ -1,7 +1,7 @@
-"""From scored groups to the token sequences of one learner step.
+"""Turns scored groups into the token sequences of one learner step.
 
-The law kept here: every sampled token of an episode that counts is trained exactly once, with the id and logprob it was sampled
-with, and no other token is trained. Turns that branched episodes share are trained in one of them (`agentrl.objective.branches`).
+Every sampled token of a counted episode is trained exactly once, with the id and logprob that it was sampled with, and no other token is
+trained. Turns that branched episodes share are trained in one of them (`agentrl.objective.branches`).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class AssembledBatch:
     drop_reasons: Mapping[int, str]  # group index -> reason
 
 
-def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> AssembledBatch:
-    """One sample per trajectory of every episode that counts, and the reason for each group without samples.
+def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> Assembled:
+    """Returns one sample per trajectory of every counted episode, and the reason for each group without samples.
 
-    A group with a score or logprob that is not finite, or with a trajectory that starts without a prompt or exceeds the policy's
-    context, is left out whole, before any mean is taken: half a group would shift its baseline. So is a group whose advantages are
-    not finite in float32. `Batch.group_indices` holds all groups, including those left out, because the step consumes them.
+    A group with a non-finite score or logprob, or with a trajectory that starts without a prompt or exceeds the policy's context, is
+    dropped before any mean is taken: half a group would shift its baseline. So is a group whose advantages are not finite in float32.
+    `Batch.group_indices` holds all groups, because the step consumes them.
 
     Args:
         penalties: subtracted from the score of the episode with that id; see `counted_samples`.
 
     Raises:
-        RecipeError: `objective.turn_coef` or `objective.credit` needs what an episode's score does not say.
+        RecipeError: a score lacks what `objective.turn_coef` or `objective.credit` needs.
     """
     dropped = {group.index: reason for group in groups if (reason := _unfit(group, recipe.policy.max_model_len))}
     fit = [group for group in groups if group.index not in dropped]
     samples: list[Sample] = []
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.min_group_size, penalties=penalties)
-    for group, found in zip(fit, advantages, strict=True):
-        made, reason = _group_samples(group, found, recipe.objective, step, penalties or {})
-        if not all(abs(value) <= _LARGEST for sample in made for value in (*sample.advantages, *sample.rewards)):
-            made, reason = [], "non_finite_advantage"
-        samples.extend(_counted(made))
+    for group, estimate in zip(fit, advantages, strict=True):
+        own, reason = _group_samples(group, estimate, recipe.objective, step, penalties or {})
+        if not all(abs(value) <= _LARGEST for sample in own for value in (*sample.advantages, *sample.rewards)):
+            own, reason = [], "non_finite_advantage"
+        samples.extend(_with_rollout_tokens(own))
         if reason:
             dropped[group.index] = reason
     batch = Batch(
@@ -66,9 +66,9 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
 
 
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
-    """The token sequences of every episode that counts, with advantages of zero, for computing penalties on scores.
+    """Returns the token sequences of every counted episode, with advantages of zero, for computing penalties on scores.
 
-    `longest`: the policy's context in tokens, as `assemble` takes it from the recipe.
+    `longest`: the policy's context in tokens.
     """
     return tuple(
         _sample(scored.episode.id, group.index, trajectory, [0.0] * len(trajectory.turns))
@@ -81,11 +81,11 @@ def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> t
 
 
 def _unfit(group: Group, longest: int | None) -> str:
-    """Why none of the group's tokens can be trained, whatever its scores; empty when they can."""
+    """Why none of the group's tokens can be trained, whatever its scores; empty if they can."""
     if group.fault is not None:
         return "broken_task"
     for scored in group.scored:
-        if not all(math.isfinite(reward) for line in scored.score.turn_rewards for reward in line):
+        if not all(math.isfinite(reward) for rewards in scored.score.turn_rewards for reward in rewards):
             return "non_finite_score"
         if reason := _fault(scored.episode, longest):
             return f"{reason} in episode {scored.episode.id}"
@@ -93,59 +93,56 @@ def _unfit(group: Group, longest: int | None) -> str:
     return "" if not group.scored or any(turn.completion_ids for turn in turns) else "no_sampled_token"
 
 
-def _counted(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of one group, each with the trained tokens of its rollout where that has several."""
-    tokens: dict[str, list[int]] = {}
+def _with_rollout_tokens(samples: Sequence[Sample]) -> list[Sample]:
+    """Sets `rollout_tokens` of the samples of rollouts with several samples."""
+    lengths: dict[str, list[int]] = {}
     for sample in samples:
-        tokens.setdefault(sample.episode_id, []).append(sum(sample.loss_mask))
-    return [
-        replace(sample, rollout_tokens=sum(tokens[sample.episode_id])) if len(tokens[sample.episode_id]) > 1 else sample
-        for sample in samples
-    ]
+        lengths.setdefault(sample.episode_id, []).append(sum(sample.loss_mask))
+    return [replace(s, rollout_tokens=sum(own)) if len(own := lengths[s.episode_id]) > 1 else s for s in samples]
 
 
 def _group_samples(
     group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
-    """Samples of a group, or the reason why it has none. Credit for turns or branches can make a group with equal scores useful."""
-    if estimate.drop_reason and estimate.drop_reason != "all_equal":
-        return [], estimate.drop_reason
-    turns = _turn_parts(group, objective)
+    """Samples of a group, or the reason for having none. Credit for turns or branches can give a group with equal scores a signal."""
+    if estimate.dropped and estimate.dropped != "all_equal":
+        return [], estimate.dropped
+    turns = _turn_credit(group, objective)
     rollouts = [
         CountedEpisode(scored=scored, score=penalized_score(scored, penalties), advantage=value or 0.0)
         for scored, value in zip(group.episodes, estimate.values, strict=True)
         if not scored.episode.left_out and scored.score.value is not None
     ]
-    given = {} if objective.advantage == "gae" else branch_credit(rollouts, objective)
-    credits = [value for made in (turns, given) for one in made.values() for line in one for value in line]
-    if objective.advantage != "gae" and all_negligible(credits, [one.score for one in rollouts]):
+    critic = objective.advantage == "gae"
+    branches = {} if critic else branch_credit(rollouts, objective)
+    credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
+    if not critic and negligible(credits, [rollout.score for rollout in rollouts]):
         return [], "all_equal"
     lines = []
-    for one in rollouts:
-        name = one.scored.episode.id
-        for number, trajectory in enumerate(one.trajectories):
+    for rollout in rollouts:
+        name = rollout.scored.episode.id
+        for number, trajectory in enumerate(rollout.lines):
             if any(turn.completion_ids for turn in trajectory.turns):
-                parts = [objective.turn_coef * part for part in turns[name][number]] if turns else [0.0] * len(trajectory.turns)
-                whole = given[name][number] if given else _at_the_end(trajectory, one.advantage)
-                credit = [value + part for value, part in zip(whole, parts, strict=True)]
-                lines.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
-    samples = [_credited(line, group.index, objective, step) for line in assign_shared_turns(lines, mean=objective.advantage != "gae")]
+                credit = branches[name][number] if branches else _score_at_end(trajectory, rollout.advantage)
+                if turns:
+                    credit = [value + objective.turn_coef * extra for value, extra in zip(credit, turns[name][number], strict=True)]
+                lines.append(Line(episode_id=name, number=number, trajectory=trajectory, credit=credit))
+    samples = [
+        _sample(line.episode_id, group.index, line.trajectory, line.credit, trains=line.trains, rewards=critic)
+        for line in trained_once(lines, mean=not critic)
+    ]
+    if not critic and objective.staleness_decay != 1.0:
+        samples = [_aged(sample, step, objective.staleness_decay) for sample in samples]
     return samples, "" if samples else "no_sampled_token"
 
 
-def _at_the_end(trajectory: Trajectory, score: float) -> list[float]:
-    """What a critic learns from: the score as the reward of the last turn with a sampled token."""
+def _score_at_end(trajectory: Trajectory, score: float) -> list[float]:
+    """The rewards that a critic learns from: the score on the last turn with a sampled token."""
     last = max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)
     return [score if number == last else 0.0 for number in range(len(trajectory.turns))]
 
 
-def _credited(line: CreditedTrajectory, group_index: int, objective: ObjectiveConfig, step: int) -> Sample:
-    rewards = objective.advantage == "gae"
-    sample = _sample(line.episode_id, group_index, line.trajectory, line.credit, trains=line.trains, rewards=rewards)
-    return sample if rewards else _aged(sample, step, objective.staleness_decay)
-
-
-def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
+def _turn_credit(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
     """Episode id -> turn-level advantages [trajectory][turn]; empty without `objective.turn_coef`."""
     if not objective.turn_coef:
         return {}
@@ -156,9 +153,9 @@ def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list
                 fix="return Score(turn_rewards=...) from the verifier, a number for each turn, or set objective.turn_coef=0",
             )
     if objective.advantage == "gae":
-        return {scored.episode.id: [list(line) for line in scored.score.turn_rewards] for scored in group.scored}
-    parts = turn_advantages([scored.score.turn_rewards for scored in group.scored], normalize_std=objective.divides_by_std)
-    return {scored.episode.id: part for scored, part in zip(group.scored, parts, strict=True)}
+        return {scored.episode.id: [list(rewards) for rewards in scored.score.turn_rewards] for scored in group.scored}
+    advantages = turn_advantages([scored.score.turn_rewards for scored in group.scored], normalize_std=objective.divides_by_std)
+    return {scored.episode.id: own for scored, own in zip(group.scored, advantages, strict=True)}
 
 
 def _fault(episode: Episode, longest: int | None) -> str:
@@ -181,9 +178,9 @@ def _sample(
     trains: Sequence[bool] = (),
     rewards: bool = False,
 ) -> Sample:
-    """The turns end to end; `credit` is the advantage of each turn's sampled tokens, or with `rewards` the reward of the last of them.
+    """Concatenates the turns. `credit` is the advantage of each turn's sampled tokens, or with `rewards` the reward of the last of them.
 
-    Turns whose `trains` is False are context, like a prompt; empty: all train.
+    Turns whose `trains` is False are context, like a prompt; empty means that all train.
     """
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -192,20 +189,19 @@ def _sample(
     credits: list[float] = []
     supports: list[Supports | int] = []
     for turn, value, trained in zip(trajectory.turns, credit, trains or (True,) * len(credit), strict=True):
-        given, sampled = len(turn.prompt_ids), len(turn.completion_ids)
+        context, sampled = len(turn.prompt_ids), len(turn.completion_ids)
         token_ids += (*turn.prompt_ids, *turn.completion_ids)
         if not trained:
-            given, sampled = given + sampled, 0
-        put = set(turn.forced) if sampled else set()
-        mask += [False] * given + [place not in put for place in range(sampled)]
-        supports += (given, turn.supports if trained and turn.supports is not None else sampled)
-        logprobs += [0.0] * given + [0.0 if place in put else one for place, one in enumerate(turn.logprobs[:sampled])]
-        spread = [0.0] * (sampled - 1) + [value] * min(sampled, 1) if rewards else [value] * sampled
-        spread = [0.0 if place in put else one for place, one in enumerate(spread)]
-        credits += [0.0] * given + spread
-        versions += [-1] * given
+            context, sampled = context + sampled, 0
+        forced = set(turn.forced)
+        mask += [False] * context + [position not in forced for position in range(sampled)]
+        supports += (context, turn.supports if trained and turn.supports is not None else sampled)
+        logprobs += [0.0] * context + [0.0 if at in forced else logprob for at, logprob in enumerate(turn.logprobs[:sampled])]
+        credited = range(sampled - 1, sampled) if rewards else range(sampled)
+        credits += [0.0] * context + [value if at in credited and at not in forced else 0.0 for at in range(sampled)]
+        versions += [-1] * context
         for span in turn.versions if trained else ():
-            versions += [-1 if place in put else span.version for place in range(span.start, span.end)]
+            versions += [-1 if at in forced else span.version for at in range(span.start, span.end)]
     return Sample(
         episode_id=episode_id,
         group_index=group_index,
@@ -221,7 +217,5 @@ def _sample(
 
 def _aged(sample: Sample, step: int, decay: float) -> Sample:
     """Scales down the advantages of stale tokens. Every surrogate is proportional to its advantage, so this weights the token's loss."""
-    if decay == 1.0:
-        return sample
-    weights = [staleness_weight(step - version, decay) for version in sample.versions]  # tokens without a version have no advantage
+    weights = [staleness_weight(step - version, decay) for version in sample.versions]  # tokens without a version have advantage 0
     return replace(sample, advantages=tuple(value * weight for value, weight in zip(sample.advantages, weights, strict=True)))

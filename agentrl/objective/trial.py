@@ -1,7 +1,6 @@
-"""Somebody's advantage estimator or loss, tried on a tiny step before a run starts: what would fail in an hour fails now.
+"""Tries a user-supplied advantage estimator or loss on a tiny step before a run starts, so that errors appear at once.
 
-Shapes, NaN and exceptions are told with what was given and what came back. A loss is tried with torch, which takes seconds to import:
-nothing here is called for those that ship.
+A loss is tried with torch, which takes seconds to import, so shipped ones are not tried.
 """
 
 from __future__ import annotations
@@ -17,40 +16,40 @@ from agentrl.protocols import AdvantageEstimator
 
 
 def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
-    """Calls the estimator on three groups: different scores, equal ones, and a group of which an attempt was left out.
+    """Calls the estimator on three groups: different scores, equal scores, and a group with an excluded attempt.
 
-    Raises `PluginError` for whatever it raises, for another shape, for what is not finite, and for two answers to one question.
+    Raises `PluginError` if it raises, or returns a wrong shape, a non-finite value or different results for the same scores.
     """
     size = max(group_size, 2)
     groups = [[float(member % 2) for member in range(size)], [1.0] * size, [member / size for member in range(size - 1)]]
-    name, function = objective.advantage, load_estimator(objective)
-    first, second = (_answer(function, name, groups) for _ in range(2))
+    name, function = objective.advantage, estimator(objective)
+    first, second = (_advantages(function, name, groups) for _ in range(2))
     if not all(math.isfinite(value) for values in first for value in values):
-        raise _wrong(name, groups, f"it gave {first}, which is not finite", "give 0 where the scores of a group are all equal")
+        raise _estimator_error(name, groups, f"it returned {first}, which is not finite", "return 0 if all scores of a group are equal")
     if first != second:
-        raise _wrong(name, groups, f"it gave {first}, then {second}", "make it a pure function: every rank of the learner calls it")
+        raise _estimator_error(name, groups, f"it returned {first}, then {second}", "make it a pure function: every rank calls it")
 
 
-def _answer(function: AdvantageEstimator, name: str, groups: Sequence[Sequence[float]]) -> list[list[float]]:
+def _advantages(function: AdvantageEstimator, name: str, groups: Sequence[Sequence[float]]) -> list[list[float]]:
     try:
-        made = function([list(scores) for scores in groups])
+        result = function([list(scores) for scores in groups])
     except (Exception, SystemExit) as error:
-        raise _wrong(name, groups, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
+        raise _estimator_error(name, groups, f"it raised {short(error)} ({location(error)})", "correct it there") from error
     try:
-        return check_advantages(made, groups)
+        return checked(result, groups)
     except ValueError as error:
-        raise _wrong(name, groups, str(error), "give a list for each group, with a float for each of its scores") from error
+        raise _estimator_error(name, groups, str(error), "return a list for each group, with a float for each of its scores") from error
 
 
-def _wrong(name: str, groups: Sequence[Sequence[float]], problem: str, fix: str) -> PluginError:
+def _estimator_error(name: str, groups: Sequence[Sequence[float]], problem: str, fix: str) -> PluginError:
     return PluginError(f"objective.advantage {name!r}, tried on the scores {[list(scores) for scores in groups]}: {problem}", fix=fix)
 
 
 def try_loss(objective: ObjectiveConfig) -> None:
     """Calls the loss on five tokens of two sequences, and on none, and takes the gradient. Imports torch.
 
-    Raises `PluginError` for whatever it raises, for another shape or type, for a term or gradient that is not finite, and for a term
-    that the policy cannot change.
+    Raises `PluginError` if it raises, or returns a wrong shape or type, a non-finite term or gradient, or a term that does not depend on
+    the policy.
     """
     import torch
 
@@ -77,14 +76,14 @@ def try_loss(objective: ObjectiveConfig) -> None:
         except PluginError as error:
             raise PluginError(f"{error.message}, tried on {count} tokens", fix=error.fix) from error
         except (Exception, SystemExit) as error:
-            raise _failed(name, count, f"it raised {one_line_error(error)} ({raise_location(error)})", "correct it there") from error
+            raise _loss_error(name, count, f"it raised {short(error)} ({location(error)})", "correct it there") from error
         if not gain.isfinite().all():
-            raise _failed(name, count, f"it gave {gain.tolist()}, which is not finite", "keep every token's term finite")
+            raise _loss_error(name, count, f"it returned {gain.tolist()}, which is not finite", "keep every token's term finite")
         if logprobs.grad is None or (count and not logprobs.grad.any()):
-            raise _failed(name, count, "its term does not depend on the policy", "make it of tokens.log_ratio or tokens.logprobs")
+            raise _loss_error(name, count, "its term does not depend on the policy", "compute it from tokens.log_ratio or tokens.logprobs")
         if not logprobs.grad.isfinite().all():
-            raise _failed(name, count, f"its gradient is {logprobs.grad.tolist()}", "keep every token's gradient finite")
+            raise _loss_error(name, count, f"its gradient is {logprobs.grad.tolist()}", "keep every token's gradient finite")
 
 
-def _failed(name: str, count: int, problem: str, fix: str) -> PluginError:
+def _loss_error(name: str, count: int, problem: str, fix: str) -> PluginError:
     return PluginError(f"objective.loss {name!r}, tried on {count} tokens: {problem}", fix=fix)

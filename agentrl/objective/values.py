@@ -1,4 +1,4 @@
-"""The loss of a value function, and a batch's tokens as rows, one a sequence."""
+"""The loss of a value function, and a batch's tokens as rows, one per sequence."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from torch import Tensor
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> Tensor:
-    """Half the squared error of each token's value, clipped around the value before the step. All [N].
+    """Returns half the squared error of each token's value, clipped around the value before the step. All [N].
 
         v_clip = old + clamp(v - old, -clip, clip)
         loss = 0.5 max((v - R)^2, (v_clip - R)^2)
 
-    so that a value gains nothing from moving further than `clip`. `clip=None`: the plain 0.5 (v - R)^2.
-    Source: the implementation of PPO by its authors, described in Huang et al. 2022, "The 37 implementation details of proximal
-    policy optimization", detail 9; Schulman et al. 2017, arXiv:1707.06347.
+    A value gains nothing from moving further than `clip`; None disables the clip. Source: the PPO authors' implementation, described in
+    Huang et al. 2022, "The 37 implementation details of proximal policy optimization", detail 9.
     """
     error = (values - returns).square()
     if clip is None:
         return 0.5 * error
-    kept = (old + (values - old).clamp(-clip, clip) - returns).square()
-    return 0.5 * torch.maximum(error, kept)
+    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(error, clipped)
 
 
 def rows_of(tokens: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [N] as rows [S, L], one a sequence, padded with 0 on the right, and the mask of real tokens.
+    """Returns tokens [N] as rows [S, L], one per sequence, padded with 0 on the right, and the mask of real tokens.
 
     A sequence's tokens must be adjacent and in order; `rows[mask]` restores them.
     """

@@ -1,4 +1,4 @@
-"""Serving: a vLLM server as a child process, its token client, and hot weight swaps."""
+"""vLLM servers as child processes, the token client, and hot weight swaps."""
 
 from agentrl.serving.client import TokenClient
 from agentrl.serving.nccl import NcclWeightChannel

@@ -1,6 +1,6 @@
-"""The key of an inference server. Every route except `GET /health` requires it, vLLM's control routes included.
+"""The key of an inference server. Every route except `GET /health` requires it.
 
-vLLM's `--api-key` guards only the paths that start with /v1, /v2, /inference or /cohere. It leaves `/collective_rpc`, `/update_weights`,
+vLLM's `--api-key` guards only paths that start with /v1, /v2, /inference or /cohere, and leaves `/collective_rpc`, `/update_weights`,
 `/pause` and `/classify` open to every local user.
 """
 
@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-KEY_VARIABLE = "AGENTRL_SERVER_KEY"
-"""Environment variable with the key of a server process, which removes it before it starts its engine."""
+VARIABLE = "AGENTRL_SERVER_KEY"
+"""Environment variable with the key of a server process, which removes it before the engine starts."""
 MIDDLEWARE = f"{__name__}.RequireKey"
 """Value of vLLM's option `--middleware`."""
 _OPEN = ("GET", "/health")
@@ -25,23 +25,23 @@ _expected = b""  # sha256 of this process's key
 
 
 def new_key() -> str:
-    """A new key of 256 random bits, for one start of one server."""
+    """Returns a new key of 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
-def auth_headers(key: str) -> dict[str, str]:
-    """The headers of a request to a server with this key; none for an empty key."""
+def headers(key: str) -> dict[str, str]:
+    """Returns the headers of a request to a server with this key; none for an empty key."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def load_key() -> None:
-    """Reads the key of this process from the environment and removes it there. Raises `KeyError` if there is none."""
+def take_key() -> None:
+    """Moves this process's key out of the environment. Raises `KeyError` if there is none."""
     global _expected
     _expected = _digest(os.environ.pop(KEY_VARIABLE).encode())
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to a request without the key of this process. `load_key` must have run before."""
+    """ASGI middleware that answers 401 to a request without this process's key. Call `take_key` first."""
 
     def __init__(self, app: _App) -> None:
         if not _expected:
@@ -55,19 +55,15 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008})
         else:
             content = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            body = b'{"error": "the server key is missing or wrong: send the key of the run that started this server"}'
             await send({"type": "http.response.start", "status": 401, "headers": content})
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": b'{"error": "the server key is missing or wrong: send the key of the run that started this server"}',
-                }
-            )
+            await send({"type": "http.response.body", "body": body})
 
     def _allowed(self, scope: _Scope) -> bool:
         if (scope.get("method"), scope["path"]) == _OPEN:
             return True
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        values = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key), self._expected)
 
 

@@ -1,4 +1,4 @@
-"""The policy behind an inference server: token ids in, token ids with logprobs and weight versions out, never text."""
+"""The token client of an inference server: token ids in, token ids with logprobs and weight versions out."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from agentrl.serving.server import VLLMServer
 from agentrl.serving.transport import UnsentError
 from agentrl.serving.weight_state import WeightState
 
-_MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
-CUT_TIMEOUT_S = 30.0
-"""How long a server may take to return the tokens of a request after it was asked to cut it off."""
+_MAX_CONNECTIONS = 8192  # bounds the process's file descriptors; the recipe bounds the episodes
+CUT_S = 30.0
+"""Seconds that a server may take to return the tokens of a request that is cut off."""
 _CUT_AGAIN_S = 0.2
 _ABORT = "abort"  # vLLM's finish reason of such a request
 _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
-# vLLM answers -9999 for a logprob that is NaN or minus infinity, which no sampled token can have.
+# vLLM returns -9999 for a logprob of NaN or minus infinity, which no sampled token can have.
 _IMPOSSIBLE_LOGPROB = -9000.0
-_SUM_TOLERANCE = 1e-3  # of the probabilities of a support, which float32 adds up to 1 within 1e-6
+_SUM_TOLERANCE = 1e-3  # of the sum of a support's probabilities; float32 sums are within 1e-6
 _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class TokenClient:
-    """A `Policy` on one vLLM server. Connections are kept; any number of requests, up to `max_connections` at once on the wire.
+    """A `Policy` on one vLLM server. It keeps connections open and has up to `max_connections` requests at once.
 
-    Logprobs are those of the distribution the token was drawn from: the server applies temperature and truncation first
+    Logprobs are those of the distribution that the token was drawn from: the server applies temperature and truncation first
     (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
     """
 
@@ -47,24 +47,27 @@ class TokenClient:
         max_connections: int = _MAX_CONNECTIONS,
         answered: Callable[[], None] = lambda: None,
     ) -> None:
-        """`answered`: called for each completion from the server."""
+        """`answered` is called for each completion from the server."""
         self._answered = answered
         self._control = ControlPlane(url, key=key, max_connections=max_connections)
         self._weights = weights
 
     @classmethod
     def for_server(cls, server: VLLMServer) -> TokenClient:
+        """Returns a client of a server."""
         return cls(server.url, weights=server.weights, key=server.key, answered=server.answered)
 
     async def close(self) -> None:
+        """Closes all connections."""
         await self._control.close()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion of `prompt_ids`.
 
-        After `timeout_s` the server is asked to cut the request off, and returns the tokens that it has sampled; their finish reason is
-        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer soon after that (`CUT_TIMEOUT_S`).
-        Cancellation closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried."""
+        After `timeout_s` the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. Raises
+        `ServingError` if the server fails, returns an invalid answer, or takes `CUT_S` longer. Cancellation closes the connection, and vLLM
+        then aborts the request. Only a request that never reached the server is retried.
+        """
         cutting: list[asyncio.Task[None]] = []
 
         def cut() -> None:
@@ -88,7 +91,7 @@ class TokenClient:
                 task.cancel()
 
     async def _cut_off(self, request_id: str) -> None:
-        """Asks repeatedly until the request is answered: the server ignores an abort of a request that it has not started."""
+        """Requests the abort repeatedly: the server ignores it for a request that it has not started."""
         while True:
             await self._control.abort(request_id)
             await asyncio.sleep(_CUT_AGAIN_S)
@@ -105,9 +108,9 @@ class TokenClient:
 
 
 def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id: str, cache_salt: str) -> dict[str, Any]:
-    """The JSON body of vLLM's `/inference/v1/generate`. Raises `ValueError` for an empty prompt.
+    """Returns the JSON body of vLLM's `/inference/v1/generate`. Raises `ValueError` for an empty prompt.
 
-    No per-request seed: vLLM 0.32's CPU engine dies on a seeded request whose prefill is chunked.
+    There is no per-request seed, because vLLM 0.32's CPU engine dies on a seeded request whose prefill is chunked.
     """
     if not prompt_ids:
         raise ValueError("prompt_ids is empty: a completion needs at least one token of context")
@@ -129,14 +132,13 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
     }
 
 
-def request_priority(tokens: int) -> int:
-    """What the server's scheduler is told: lower comes first. The longest context does: it is the dearest to compute again when the cache
-    is full, and the step waits for its episode longest."""
+def priority(tokens: int) -> int:
+    """Returns the scheduler's priority; lower comes first. The longest context is the most expensive to recompute if the cache is full."""
     return -tokens
 
 
-def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
-    """What vLLM is to sample from; explicit, since a model's generation_config must not change what the logprobs mean."""
+def distribution(sampling: Sampling) -> dict[str, Any]:
+    """Returns vLLM's sampling parameters; explicit, because a model's generation_config must not change the meaning of logprobs."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
@@ -175,78 +177,74 @@ class _Generated(_Answer):
 
 
 def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) -> Completion:
-    """The server's answer as a record, after checking everything that a training sample relies on. Raises `ServingError`.
+    """Returns the server's answer as a record, after checking everything that a training sample relies on. Raises `ServingError`.
 
-    `cut`: the server was asked to cut the request off, so it may have ended with "abort", which becomes `CUT`, and without any token.
+    `cut`: the request was cut off, so it may have ended with "abort", which becomes `CUT`, and without any token.
     """
     if cut and _cut_at_once(answer):
         return Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
     try:
         choice = _Generated.model_validate(answer).choices[0]
     except ValidationError as error:
-        raise ServingError(f"malformed answer of the inference server: {error}") from error
+        raise ServingError(f"malformed answer from the inference server: {error}") from error
     if choice.finish_reason not in ("stop", "length", *((_ABORT,) if cut else ())):
         raise ServingError(f"the inference server ended the request with {choice.finish_reason!r}")
     try:
+        if len(choice.token_ids) > params.max_tokens:
+            raise ServingError(f"the server returned {len(choice.token_ids)} tokens, but at most {params.max_tokens} were requested")
         return Completion(
-            token_ids=_tokens(choice, params.max_tokens),
+            token_ids=tuple(choice.token_ids),
             logprobs=_logprobs(choice),
             versions=_spans(choice),
             finish_reason=CUT if choice.finish_reason == _ABORT else choice.finish_reason,
             supports=_supports(answer, choice, params) if params.supports else None,
         )
-    except ValueError as error:  # numbers that a record cannot hold
-        raise ServingError(f"malformed answer of the inference server: {error}") from error
+    except ValueError as error:  # values that a record rejects
+        raise ServingError(f"malformed answer from the inference server: {error}") from error
 
 
 def _cut_at_once(answer: Any) -> bool:
     """Whether a request was cut off before any token was sampled."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
-    one = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
-    return isinstance(one, dict) and one.get("finish_reason") == _ABORT and one.get("token_ids") == []
-
-
-def _tokens(choice: _Choice, max_tokens: int) -> tuple[int, ...]:
-    if len(choice.token_ids) > max_tokens:
-        raise ServingError(f"{len(choice.token_ids)} tokens answered, but at most {max_tokens} were requested")
-    return tuple(choice.token_ids)
+    choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    return isinstance(choice, dict) and choice.get("finish_reason") == _ABORT and choice.get("token_ids") == []
 
 
 def _logprobs(choice: _Choice) -> tuple[float, ...]:
     content = choice.logprobs.content
     if [entry.token_id for entry in content] != choice.token_ids:
-        raise ServingError(f"the logprobs ({len(content)}) are not those of the {len(choice.token_ids)} sampled tokens")
+        raise ServingError(f"the {len(content)} logprobs do not match the {len(choice.token_ids)} sampled tokens")
     for position, entry in enumerate(content):
         if not math.isfinite(entry.logprob) or entry.logprob < _IMPOSSIBLE_LOGPROB or entry.logprob > 1e-3:
             raise ServingError(f"impossible logprob {entry.logprob} for sampled token {position}: are the weights finite?")
     return tuple(entry.logprob for entry in content)
 
 
-def parse_alternatives(answer: Any) -> list[dict[int, float]]:
-    """Of each sampled token in an answer, the logprobs by id that were asked for beside its own. Raises `ServingError`."""
+def alternatives(answer: Any) -> list[dict[int, float]]:
+    """Returns the requested logprobs by token id for each sampled token of an answer. Raises `ServingError`."""
     try:
         content = answer["choices"][0]["logprobs"]["content"]
-        found = [_Alternatives.model_validate(entry).top_logprobs for entry in content]
+        rows = [_Alternatives.model_validate(entry).top_logprobs for entry in content]
     except (ValidationError, LookupError, TypeError) as error:
-        raise ServingError(f"malformed answer of the inference server: {error}") from error
-    tables = [{entry.token_id: entry.logprob for entry in entries} for entries in found]
-    if any(len(table) != len(entries) for table, entries in zip(tables, found, strict=True)):
-        raise ServingError("the inference server answered one token twice among the logprobs of a position")
+        raise ServingError(f"malformed answer from the inference server: {error}") from error
+    tables = [{entry.token_id: entry.logprob for entry in row} for row in rows]
+    if any(len(table) != len(row) for table, row in zip(tables, rows, strict=True)):
+        raise ServingError("the inference server returned a token twice among the logprobs of a position")
     return tables
 
 
-def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
-    """The entries of a token's logprobs that it could have been, proven to be all. Raises `ServingError`.
+def in_support(table: dict[int, float], most: int) -> dict[int, float]:
+    """Returns the entries of `table` that could have been sampled, proven to be complete. Raises `ServingError`.
 
     Args:
-        table: logprob by id of the likeliest tokens; vLLM gives those outside of the support minus infinity, or -9999 on its wire.
-        most: how many were asked for.
+        table: logprobs of the most likely tokens by id; outside of the support vLLM returns minus infinity, or -9999 over HTTP.
+        most: the number of requested logprobs.
     """
     support = {token: logprob for token, logprob in table.items() if logprob > _IMPOSSIBLE_LOGPROB}
     if len(table) > most or len(support) == len(table):
         raise ServingError(
-            f"{len(support)} of the {len(table)} likeliest tokens could have been sampled, so that there may be more: {TIES} tokens or more"
-            " tie with the last of the top_k. Lower top_k or top_p, raise min_p, or compute in float32, where logits hardly ever tie"
+            f"{len(support)} of the {len(table)} most likely tokens could have been sampled, so there may be more: {TIES} tokens or more"
+            " tie with the last of the top_k. Lower top_k or top_p, raise min_p, or compute in float32, where logits rarely tie"
         )
     total = math.fsum(math.exp(min(logprob, 1.0)) for logprob in support.values())
     if not abs(total - 1.0) <= _SUM_TOLERANCE:
@@ -255,12 +253,12 @@ def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
 
 
 def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
-    """What each token could have been instead. Raises `ServingError`, or `ValueError` for what a record cannot hold."""
+    """The tokens that could have been sampled at each position. Raises `ServingError`, or `ValueError` for values that a record rejects."""
     rows = []
     for sampled, table in zip(choice.logprobs.content, parse_alternatives(answer), strict=True):
         support = proven_support(table, params.top_k + TIES)
         if support.get(sampled.token_id) != sampled.logprob:
-            raise ServingError(f"sampled token {sampled.token_id} is not in the support that it was sampled from, or with another logprob")
+            raise ServingError(f"sampled token {sampled.token_id} is not in its support, or has another logprob there")
         rows.append(tuple(support))
     return Supports.from_rows(rows)
 
@@ -269,7 +267,7 @@ def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:
     spans, edge = [], 0
     for span in choice.weight_versions:
         if span.start != edge or span.end <= span.start or not _VERSION.fullmatch(span.version):
-            raise ServingError(f"weight-version spans do not cover the tokens with numbered versions: {choice.weight_versions}")
+            raise ServingError(f"the weight-version spans are not contiguous, numbered versions: {choice.weight_versions}")
         spans.append(VersionSpan(version=int(span.version), start=span.start, end=span.end))
         edge = span.end
     if edge != len(choice.token_ids):

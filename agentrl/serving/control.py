@@ -1,6 +1,6 @@
-"""vLLM's HTTP routes as typed calls. HTTP faults become `ServingError` here and only here; every call has a deadline.
+"""vLLM's HTTP routes as typed calls. HTTP errors become `ServingError` only here; every call has a deadline.
 
-vLLM offers the control routes only with `VLLM_SERVER_DEV_MODE=1`. Every request carries the server's key (`agentrl.serving.access`).
+The control routes need `VLLM_SERVER_DEV_MODE=1`. Every request carries the server's key (`agentrl.serving.access`).
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})?
 
 
 class ControlPlane:
-    """Calls on one server. Use from one event loop; `close` when done.
+    """Calls to one server. Use it from one event loop, and `close` it.
 
     Args:
-        key: of the server (`agentrl.serving.access`); empty: it needs none.
-        max_connections: requests for tokens at a time; others wait.
+        key: of the server (`agentrl.serving.access`); empty means that it needs none.
+        max_connections: most concurrent requests for tokens; others wait.
     """
 
     def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:
         self.url = url
         self.paused = False  # from `pause` to `resume`
-        self._wire = HttpTransport(url, key=key, max_connections=max_connections)
-        # Idle connections are dropped well before the server drops them (after 30 s), so that no request is lost on a connection
-        # that the server is just closing.
+        self._wire = Wire(url, key=key, max_connections=max_connections)
+        # Idle connections are dropped before the server drops them (after 30 s), so no request is lost on a closing connection.
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=10.0)
-        # trust_env=False: an internet proxy must not come between driver and loopback. Certificates are read only where they are asked for.
+        # trust_env=False: requests to loopback must not pass a proxy. Certificates are read only for https.
         verify = url.startswith("https:")
         self._http = httpx.AsyncClient(base_url=url, headers=access(key), limits=limits, timeout=None, trust_env=False, verify=verify)
 
     async def close(self) -> None:
+        """Closes all connections."""
         self._wire.close()
         await self._http.aclose()
 
@@ -67,7 +67,7 @@ class ControlPlane:
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """The decoded JSON of a 200 answer, None when empty. Raises `ServingError`; `UnsentError` when the request did not arrive."""
+        """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`, or `UnsentError` if it was not sent."""
         response = await self._answer(method, path, timeout_s=timeout_s, json=json, params=params, headers=headers)
         return decode_answer(response.status_code, response.content, f"{self.url}{path}")
 
@@ -89,7 +89,7 @@ class ControlPlane:
         return await self.health(timeout_s=timeout_s) == "answers"
 
     async def health(self, *, timeout_s: float) -> Literal["answers", "down", "silent"]:
-        """The server's state. `down`: nothing listens, or the engine is dead. `silent`: no answer within `timeout_s`."""
+        """Returns the server's state. `down`: nothing listens, or the engine is dead. `silent`: no answer within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.request("GET", "/health", timeout_s=2 * timeout_s)
@@ -105,50 +105,53 @@ class ControlPlane:
         await self._control("/pause", params={"mode": "abort" if abort else "keep"})
 
     async def resume(self) -> None:
+        """Lets the engine continue."""
         await self._control("/resume")
         self.paused = False
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Initializes the weight-transfer engine."""
         await self._control("/init_weight_transfer_engine", json={"init_info": dict(init_info)})
 
     async def start_weight_update(self) -> None:
+        """Starts a weight update."""
         await self._control("/start_weight_update")
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Loads weights."""
         await self._control("/update_weights", json={"update_info": dict(update_info)})
 
     async def finish_weight_update(self, version: int | None) -> None:
-        """Ends the update; from here on sampled tokens carry `version`."""
+        """Ends the update; later tokens carry `version`."""
         await self._control("/finish_weight_update", json={"weight_version": None if version is None else str(version)})
 
     async def set_version(self, version: int) -> None:
-        """Names the serving weights without changing them."""
+        """Sets the version of the serving weights without changing them."""
         await self._control("/update_weight_version", json={"new_version": str(version)})
 
     async def version(self) -> str:
-        """The name of the serving weights; "default" until one is set."""
-        return parse_weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
+        """Returns the version of the serving weights; "default" until one is set."""
+        return weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
 
     async def reload(self, folder: str, version: int) -> None:
-        """Has every worker load a Hugging Face folder: vLLM's own slow way, independent of the weight-transfer backend."""
+        """Makes every worker load a Hugging Face folder: slow, but independent of the weight-transfer backend."""
         await self._control("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": folder}})
         await self.set_version(version)
 
     async def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges by name, such as `vllm:kv_cache_usage_perc`; the largest of those that differ in their labels."""
+        """Returns vLLM's counters and gauges by name, such as `vllm:kv_cache_usage_perc`; the maximum over labels."""
         response = await self._answer("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
         if response.status_code != httpx.codes.OK:
-            raise ServingError(f"{self.url}/metrics answered {response.status_code}")
-        # Prometheus' text is UTF-8; what the header names may be no charset at all, or a codec that is not of texts.
-        return parse_metrics(response.content[:_METRICS_BYTES].decode(errors="replace"))
+            raise ServingError(f"{self.url}/metrics returned status {response.status_code}")
+        # Prometheus' text is UTF-8; the header may name an invalid charset.
+        return metrics_in(response.content[:_METRICS_BYTES].decode(errors="replace"))
 
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
-        """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`. Raises as `request` does."""
+        """Requests token ids for token ids; `body` is vLLM's `GenerateRequest`. Raises as `request` does."""
         return self._generated(dumps(body, separators=(",", ":")).encode(), timeout_s)  # only bytes are kept while thousands wait
 
     async def abort(self, request_id: str) -> None:
-        """Asks the server to end a request of `generate`, which then returns the tokens sampled so far. Failures are only logged, because
-        the request has a deadline."""
+        """Ends a request of `generate`, which then returns the tokens sampled so far. Failures are only logged."""
         body = dumps({"request_ids": [f"{_ENGINE_ID}{request_id}"]}).encode()
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
@@ -169,40 +172,39 @@ class ControlPlane:
         return decode_answer(status, content, where)
 
     async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
-        # On a new connection: when the engine refuses, the server closes it after its 500, and the next call must not get it from
-        # the pool.
+        # On a new connection: after an error 500 the server closes it, and the next call must not get it from the pool.
         await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
 
 
-def decode_answer(status: int, content: bytes, where: str) -> Any:
-    """The decoded JSON of a 200 answer, None when it is empty. Raises `ServingError`."""
+def decoded(status: int, content: bytes, where: str) -> Any:
+    """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`."""
     if status != httpx.codes.OK:
-        raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} answered {status}: {_excerpt(content)}")
+        raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} returned status {status}: {_excerpt(content)}")
     if not content:
         return None
     try:
         return from_json(content)
     except ValueError as error:
-        raise ServingError(f"{where} did not answer JSON: {_excerpt(content)!r}") from error
+        raise ServingError(f"{where} did not return JSON: {_excerpt(content)!r}") from error
 
 
-def parse_metrics(text: str) -> dict[str, float]:
-    """What Prometheus' text format holds of vLLM, without histograms. Lines that are none of it are left out."""
-    found: dict[str, float] = {}
+def metrics_in(text: str) -> dict[str, float]:
+    """Parses vLLM's metrics in Prometheus' text format, without histograms. Other lines are ignored."""
+    metrics: dict[str, float] = {}
     for name, value in _METRIC.findall(text):
         with contextlib.suppress(ValueError):
             number = float(value)
-            found[name] = max(found.get(name, number), number)
-    return found
+            metrics[name] = max(metrics.get(name, number), number)
+    return metrics
 
 
 def _excerpt(content: bytes) -> str:
     return content[:_EXCERPT].decode(errors="replace")
 
 
-def parse_weight_version(answer: Any) -> str:
-    """The version in an answer of `/weight_info`. Raises `ServingError`."""
+def weight_version(answer: Any) -> str:
+    """Returns the version in an answer of `/weight_info`. Raises `ServingError`."""
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
-        raise ServingError(f"/weight_info names no version: {str(answer)[:_EXCERPT]}")
+        raise ServingError(f"/weight_info returned no version: {str(answer)[:_EXCERPT]}")
     return version

@@ -1,4 +1,4 @@
-"""A vLLM server for a judge: a chat model, or a reward model, on loopback. It has no control routes, and its weights never change."""
+"""A vLLM server for a judge: a chat model or a reward model, on loopback. Its weights never change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, read_pro
 from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment
 
 HOST = "127.0.0.1"
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats, as `serving.probe_max_abs_diff` recommends
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats; see `serving.probe_max_abs_diff`
 
 
 class JudgeServer(ServerProcess):
@@ -28,14 +28,13 @@ class JudgeServer(ServerProcess):
         device: str,
         gpus: str | None = None,
     ) -> None:
-        """
-        Args:
-            name: under which the model is served.
-            model: its Hugging Face folder, which was checked.
-            reward_model: whether it gives numbers instead of words.
-            folder: of the run, or any other that exists: its log is logs/judge-NAME.log there.
-            device: "cpu" or "cuda" (`agentrl.serving.serving_device`).
-            gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
+        """Args:
+        name: the served model name.
+        model: its checked Hugging Face folder.
+        reward_model: whether it returns numbers instead of text.
+        folder: of the run, or another one; the log is logs/judge-NAME.log there.
+        device: "cpu" or "cuda" (`agentrl.serving.serving_device`).
+        gpus: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
         """
         folder = folder.resolve()
         super().__init__(f"the judge's server {name}", folder=folder, log=f"judge-{name}.log", scratch=f"{folder}\n{name}")
@@ -43,15 +42,15 @@ class JudgeServer(ServerProcess):
         self.config = config
         self.model = model.resolve()
         self.reward_model = reward_model
-        self.url = ""  # http://127.0.0.1:PORT, once it was started
+        self.url = ""  # http://127.0.0.1:PORT, once started
         self._threads = config.threads if device == "cpu" else None
         self._gpus = gpus
 
     async def start(self) -> None:
-        """Starts the process and returns once it has answered a question.
+        """Starts the process and returns when it has answered a request.
 
-        Raises `UserError` for a port that is taken and `ServingError`, with the cause from the log, when the
-        process dies or `startup_timeout_s` passes.
+        Raises `UserError` if the port is taken, and `ServingError`, with the cause from the log, if the process dies or `startup_timeout_s`
+        passes.
         """
         assert self._process is None, "a server is started once"
         key = f"judge_servers.{self.name}.port"
@@ -69,7 +68,7 @@ class JudgeServer(ServerProcess):
             "--dtype": config.dtype,
             "--max-model-len": str(config.max_model_len),
             "--max-num-seqs": str(config.max_num_seqs),
-            # A generation_config.json beside the weights must not change what a judge's endpoint asks for.
+            # The model's generation_config.json must not change the sampling parameters of requests.
             "--generation-config": "vllm",
         }
         flags = ["--disable-uvicorn-access-log"]
@@ -86,19 +85,20 @@ class JudgeServer(ServerProcess):
         return server_environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
 
     async def _prepare(self, control: ControlPlane) -> None:
-        """Compares a chat model that a run has published with its reference logprobs. Raises `ServingError`."""
+        """Compares a chat model that a run has published with its probe. Raises `ServingError`."""
         if self.reward_model or (probe := read_probe(self.model)) is None:
             return
         diff = await judge_logprob_difference(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
         if not diff <= _TOLERANCE[self.config.dtype]:
             raise ServingError(
-                f"the judge's server {self.name} differs by {diff:.3g} nats from {self.model / PROBE_FILE}; the limit with"
+                f"the logprobs of judge server {self.name} differ by {diff:.3g} nats from {self.model / FILE}; the limit with"
                 f" dtype={self.config.dtype} is {_TOLERANCE[self.config.dtype]:g}\n  fix: restore the model folder that the run published:"
                 " its weights have changed"
             )
 
     @property
     def max_tokens(self) -> int:
+        """Tokens of the longest prompt."""
         return self.config.max_model_len
 
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:

@@ -1,10 +1,9 @@
-"""First code of the server process: sets its parent death signal, shortens its start, then runs vLLM's own server.
+"""The start of a server process: sets its parent death signal, shortens its start, then runs vLLM's server.
 
     python -m agentrl.serving.launch --driver-pid 4711 [--cpu-threads 2] -- <vLLM api_server arguments>
 
-On CPU vLLM starts the engine in a newly spawned interpreter that imports everything again (about 13 CPU seconds of a 40-second
-start). Here the engine is forked instead, as vLLM itself does on GPU. That is safe because until then this process runs torch with
-one thread, so there is no OpenMP pool that a fork could break.
+On CPU vLLM starts the engine in a new interpreter, whose imports take 13 of 40 CPU seconds. Here the engine is forked instead, as vLLM
+does on GPU. That is safe because until then this process runs torch with one thread, without an OpenMP pool.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from agentrl.serving import access
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 
-# Imported by vLLM and transformers where installed, never used by a text server on CPU: a fifth of the start, and joblib (by
-# way of sklearn) leaves a semaphore in /dev/shm. triton has no CPU backend; vLLM would import it only to set it aside.
+# vLLM and transformers import these if installed, but a text server on CPU never uses them: a fifth of the start. joblib (through
+# sklearn) would leave a semaphore in /dev/shm.
 _UNUSED_ON_CPU = ("cv2", "pandas", "pyarrow", "scipy", "sklearn", "triton")
 
 
 def main() -> None:
+    """Runs vLLM's server with this process's arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--driver-pid", type=int, required=True)
     parser.add_argument("--cpu-threads", type=int, default=0, help="fork the engine and give it this many threads (CPU only)")
@@ -35,27 +35,25 @@ def main() -> None:
     die_with_parent(options.driver_pid)
     access.load_key()
     api_server = os.getpid()
-    # A forked child does not inherit the parent death signal, so each child sets it again.
+    # A fork does not inherit the parent death signal, so each child sets it again.
     os.register_at_fork(after_in_child=lambda: die_with_parent(api_server) if os.getppid() == api_server else None)
     with freeze_imports():
         if options.cpu_threads:
             _trim_cpu_start(options.cpu_threads)
         importlib.import_module(_SERVER)
-        del sys.modules[_SERVER]  # it is run below
+        del sys.modules[_SERVER]  # run below
     sys.argv = ["api_server", *options.arguments]
     runpy.run_module(_SERVER, run_name="__main__")
 
 
 def _trim_cpu_start(threads: int) -> None:
     for name in _UNUSED_ON_CPU:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it then fails as if it were not installed
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # its import then fails as if it were not installed
     import torch
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    # vLLM looks the model class up in another interpreter the first time, to keep CUDA out of this process.
-    registry._run_in_subprocess = lambda inspect: inspect()
-
+    registry._run_in_subprocess = lambda inspect: inspect()  # vLLM uses another interpreter only to keep CUDA out of this one
     torch.set_num_threads(1)
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(threads))
     platform = type(current_platform)

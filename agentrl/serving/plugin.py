@@ -1,7 +1,6 @@
 """agentrl's vLLM plugin (entry point group `vllm.general_plugins`): registers the file weight-transfer engine.
 
-vLLM calls `register` in each of its processes before it reads its configuration. Only the process that holds the model imports
-the engine's module, and with it torch.
+vLLM calls `register` in each of its processes. Only the process that holds the model imports the engine's module, and with it torch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ BACKEND = "agentrl_file"
 
 
 def register() -> None:
-    """Makes `--weight-transfer-config '{"backend": "agentrl_file"}'` known to vLLM. Safe to call more than once."""
+    """Registers `--weight-transfer-config '{"backend": "agentrl_file"}'` with vLLM. Idempotent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

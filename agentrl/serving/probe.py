@@ -1,7 +1,4 @@
-"""The logprob probe: compares a server's logprobs for a few token rows with the reference in a version's folder (`probe.json`).
-
-The learner writes the reference of every version of a run, version 0 included.
-"""
+"""The logprob probe: compares a server's logprobs of a few token rows with the learner's in a version's folder (`probe.json`)."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ PROBE_FILE = "probe.json"
 
 
 def read_probe(folder: Path) -> Probe | None:
-    """The reference logprobs in a version's folder; None if there are none. Raises `ServingError` for an unreadable file."""
+    """Returns the learner's logprobs in a version's folder, or None. Raises `ServingError` for an unreadable file."""
     try:
         return codec.from_json(Probe, (folder / PROBE_FILE).read_bytes())
     except FileNotFoundError:
@@ -32,10 +29,10 @@ def read_probe(folder: Path) -> Probe | None:
         raise ServingError(f"{folder / PROBE_FILE} cannot be read: {error}") from error
 
 
-async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) -> float:
-    """Largest absolute difference (nats) between the server's logprobs and the reference; inf when one is not finite.
+async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
+    """Returns the largest absolute difference (nats) between the server's and the learner's logprobs; inf if one is not finite.
 
-    Raises `SwapError` for answers of another version than `number`, or that hold no logprobs, and `ServingError` for none.
+    Raises `SwapError` for answers of another version than `number` or without logprobs, and `ServingError` for none.
     """
     sampling = server.recipe.rollout.sampling
     if probe.temperature is not None:
@@ -50,15 +47,14 @@ async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) 
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 
-async def judge_logprob_difference(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
-    """As `max_logprob_difference`, for a judge's chat model, which has no route for tokens: in the logprobs of the rows, as far as its
-    context goes.
+async def disagreement_of_judge(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
+    """Returns what `disagreement` does for a judge's chat model, over the rows' tokens within its context.
 
     Raises `ServingError`.
     """
     differences: list[float] = []
     for row, ours in zip(probe.token_ids, probe.logprobs, strict=True):
-        ids = row[: max_model_len - 1]  # one more is sampled
+        ids = row[: max_model_len - 1]  # the server samples one more
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = await control.request("POST", "/v1/completions", timeout_s=timeout_s, json=body)
         try:
@@ -70,25 +66,26 @@ async def judge_logprob_difference(control: ControlPlane, model: str, probe: Pro
 
 
 def _of_prompt(positions: Any, token_ids: Sequence[int]) -> list[float]:
-    """Logprobs of tokens 1..T-1. Raises `KeyError`, `TypeError` or `ValueError` for what holds none."""
+    """Logprobs of tokens 1..T-1. Raises `KeyError`, `TypeError` or `ValueError` if there are none."""
     return [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], positions[1:], strict=True)]
 
 
 async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: Sampling) -> Any:
-    """The server's answer to a row: logprobs of its tokens, which vLLM takes at temperature 1 and without truncation (and without its
-    prefix cache), and one token sampled after it as in rollouts, with the likeliest others."""
-    asked = {"prompt_logprobs": 0, "logprobs": _likeliest(sampling)}
+    """The server's answer to a row: logprobs of its tokens, at temperature 1 without truncation and prefix cache, and one token
+    sampled after it as in rollouts, with the most likely others.
+    """
+    logprobs = {"prompt_logprobs": 0, "logprobs": sampling.top_k + TIES}
     body = {
         "token_ids": list(token_ids),
-        "sampling_params": {"max_tokens": 1, **sampling_parameters(sampling), **asked, "detokenize": False},
+        "sampling_params": {"max_tokens": 1, **distribution(sampling), **logprobs, "detokenize": False},
         "cache_salt": server.weights.cache_salt,
-        "priority": PROBE_PRIORITY,  # episodes wait for its verdict
+        "priority": FIRST,  # episodes wait for the result
     }
     return await server.control.generate(body, timeout_s=server.recipe.serving.request_timeout_s)
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:
-    """The logprobs of tokens 1..T-1 in vLLM's answer, proven to come from version `number`. Raises `SwapError`."""
+    """Returns the logprobs of tokens 1..T-1 in vLLM's answer, proven to come from version `number`. Raises `SwapError`."""
     try:
         spans = answer["choices"][0]["weight_versions"]
         logprobs = _of_prompt(answer["prompt_logprobs"], token_ids)
@@ -96,34 +93,29 @@ def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) 
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise SwapError(f"version {number}: malformed answer to the logprob probe: {error!r}") from error
     if versions != {str(number)}:
-        raise SwapError(f"the server answered the probe of version {number} with {sorted(versions)}")
+        raise SwapError(f"the server answered the probe of version {number} with versions {sorted(versions)}")
     return logprobs
 
 
-def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
-    """The differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
+def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
+    """Returns the differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
 
-    The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner
-    did not list is at most as likely as the last one listed; only a higher logprob of the server counts as a difference.
+    The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner did
+    not list is at most as likely as the last listed one; only a higher logprob of the server counts as a difference.
 
     Args:
         answer: of the server, with one sampled token.
-        ours: the learner's logprobs of the likeliest tokens, before truncation.
+        ours: the learner's logprobs of the most likely tokens, before truncation.
     """
     floor = min(ours.values(), default=0.0)
     try:
-        (table,) = parse_alternatives(answer)
-        theirs = proven_support(table, _likeliest(sampling)) if sampling.truncated else table
+        (table,) = alternatives(answer)
+        theirs = in_support(table, sampling.top_k + TIES) if sampling.truncated else table
     except (ServingError, ValueError) as error:
         raise SwapError(f"version {number}: malformed answer to the logprob probe: {error}") from error
     total = _log_sum_exp([ours.get(token, floor) for token in theirs]) if sampling.truncated else 0.0
     gaps = {token: logprob - (ours.get(token, floor) - total) for token, logprob in theirs.items()}
     return [abs(gap) if token in ours else max(gap, 0.0) for token, gap in gaps.items()]
-
-
-def _likeliest(sampling: Sampling) -> int:
-    """How many logprobs the server is asked for after a row."""
-    return sampling.top_k + TIES
 
 
 def _log_sum_exp(values: Sequence[float]) -> float:

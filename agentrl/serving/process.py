@@ -1,4 +1,4 @@
-"""What every server process of ours has in common: its environment, its scratch folder, a port, and an end that leaves nothing behind."""
+"""The base class of server processes, with their environment, scratch folder and port."""
 
 from __future__ import annotations
 
@@ -37,27 +37,26 @@ _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
 """Deadline for a server's first tokens: a first request may compile."""
 READ_TOKENS = 256
-"""Tokens of the prompt with which a server's speed is measured."""
-_PULSE_S = 5.0  # between two checks of what a server has computed
+"""Tokens of the prompt that measures a server's speed."""
+_CHECK_S = 5.0  # between two checks for computed tokens
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
-_PORT_TRIES = 64  # of free ports, each of which another run may have chosen in the same moment
-_LOG_BYTES = 1 << 20  # at the end of a log that are searched for a cause
+_PORT_TRIES = 64  # another run may choose the same free port at the same time
+_LOG_BYTES = 1 << 20  # searched at the end of a log for a cause
 
 
 class ServerProcess(ABC):
-    """One vLLM server as a child process, from its start to `stop`. What it serves, and when it is ready, its classes say.
+    """One vLLM server as a child process, from its start to `stop`.
 
-    The process leads its own session (a terminal's ctrl-C does not reach it), and the kernel kills it and its engine when the
-    driver dies. Start it from a thread that lives as long as the server.
+    The process leads its own session, so a terminal's ctrl-C does not reach it, and the kernel kills it and its engine when the driver
+    dies. Start it from a thread that lives as long as the server.
     """
 
     def __init__(self, what: str, *, folder: Path, log: str, scratch: str) -> None:
-        """
-        Args:
-            what: the server's name in errors, such as "the inference server".
-            folder: of the run, or any other that exists.
-            log: file name of its log in logs/ there.
-            scratch: what names its scratch folder: `scratch_folder`.
+        """Args:
+        what: the server's name in errors, such as "the inference server".
+        folder: of the run, or another existing one.
+        log: file name of its log in logs/ there.
+        scratch: identifies its `scratch_folder`.
         """
         self.log_path = folder / "logs" / log
         self.key = access.new_key()
@@ -69,27 +68,28 @@ class ServerProcess(ABC):
         self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
-        self.end_reason = ""  # why it counts as dead; empty while it is alive
-        self._look_at = 0.0  # of the loop's clock
+        self.end = ""  # why it counts as dead; empty while it is alive
+        self._next_check = 0.0  # on the loop's clock
         self._computed: tuple[float, ...] = ()
         self._answers, self._answers_seen = 0, 0
-        self._asked: asyncio.Task[None] | None = None  # for a token
+        self._token_task: asyncio.Task[None] | None = None
 
     @property
     def control(self) -> ControlPlane:
-        """The server's routes. Raises `ServingError` before the server is started."""
+        """The server's routes. Raises `ServingError` before it is started."""
         if self._control is None:
             raise ServingError(f"{self._what} is not running")
         return self._control
 
     @property
     def pid(self) -> int | None:
+        """The process id; None before the start and after `stop`."""
         return None if self._process is None else self._process.pid
 
     async def alive(self) -> bool:
-        """Whether the process lives, its engine is not dead, and it computes tokens; `end` has the reason if not. Waits at most 20 s.
+        """Whether the process lives, its engine is not dead, and it computes tokens; if not, `end` has the reason. Waits at most 20 s.
 
-        A server that gives no answer is treated like one that computes nothing.
+        A server that does not answer counts as one that computes nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
             self.end_reason = "it died"
@@ -98,25 +98,25 @@ class ServerProcess(ABC):
         if health == "down":
             self.end_reason = "its engine died"
             return False
-        await self._look(control, answers=health == "answers")
-        self.end_reason = self.liveness.overdue()
-        return not self.end_reason
+        await self._check_progress(control, answers=health == "answers")
+        self.end = self.liveness.overdue()
+        return not self.end
 
     def answered(self) -> None:
-        """Called for each answer that a client gets: it is progress, even if other routes are slow under load."""
+        """Records an answer to a client: it is progress, even if other routes are slow under load."""
         self._answers += 1
 
-    async def _look(self, control: ControlPlane, *, answers: bool) -> None:
+    async def _check_progress(self, control: ControlPlane, *, answers: bool) -> None:
         """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether its routes answer."""
-        if control.paused:  # the operation that paused it has a deadline
-            self.liveness.pause()
+        if control.paused:  # the pausing operation has a deadline
+            self.liveness.rest()
             return
         if self.liveness.deadline_s == math.inf:  # it was paused
             self.liveness.progress(_COMPUTING)
         now = asyncio.get_running_loop().time()
-        if now < self._look_at:
+        if now < self._next_check:
             return
-        self._look_at = now + _PULSE_S
+        self._next_check = now + _CHECK_S
         if self._answers != self._answers_seen:
             self._answers_seen = self._answers
             self.liveness.progress(_COMPUTING)
@@ -131,18 +131,18 @@ class ServerProcess(ABC):
         if computed != self._computed:
             self._computed = computed
             self.liveness.progress(_COMPUTING)
-        elif self._asked is None or self._asked.done():
-            self._asked = asyncio.create_task(self._ask(control), name=f"token of {self._what}")
+        elif self._token_task is None or self._token_task.done():
+            self._token_task = asyncio.create_task(self._request_token(control), name=f"token of {self._what}")
 
-    async def _ask(self, control: ControlPlane) -> None:
-        with contextlib.suppress(ServingError):  # the next look asks again
+    async def _request_token(self, control: ControlPlane) -> None:
+        with contextlib.suppress(ServingError):  # the next check retries
             await self._token(control, tokens=2, timeout_s=_FIRST_S)
             self.liveness.progress(_COMPUTING)
 
     async def stop(self) -> None:
-        """Ends the process and all its children: first with SIGTERM, then with SIGKILL. Idempotent."""
-        if self._asked is not None:
-            self._asked.cancel()
+        """Ends the process and all its children: with SIGTERM, then with SIGKILL. Idempotent."""
+        if self._token_task is not None:
+            self._token_task.cancel()
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
@@ -156,15 +156,15 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:
-        """What is run: `launch_command`."""
+        """The command to run: `launch_command`."""
 
     @abstractmethod
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """What its environment has beside the driver's: `server_environment`."""
+        """The variables that its environment adds to the driver's: `environment`."""
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
-        """Requests one answer of one or two tokens to a prompt of `tokens` tokens. Raises `ServingError`."""
+        """Requests one or two tokens for a prompt of `tokens` tokens. Raises `ServingError`."""
 
     @property
     @abstractmethod
@@ -172,22 +172,21 @@ class ServerProcess(ABC):
         """Tokens of the longest prompt that the server accepts."""
 
     async def _measure(self, control: ControlPlane) -> None:
-        """Measures the speed of the idle server. It shows no progress while it computes a long prompt, so the deadline for
-        progress is derived from this speed."""
+        """Measures the idle server's speed. It shows no progress while it computes a long prompt, so the deadline follows from it."""
         tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
-        began = time.monotonic()
+        start = time.monotonic()
         await self._token(control, tokens=tokens, timeout_s=_FIRST_S)
-        self.prompt_token_s = (time.monotonic() - began) / tokens
-        self.liveness.needs_s = self.prompt_token_s * self.max_tokens
+        self.read_s = (time.monotonic() - start) / tokens
+        self.liveness.needs_s = self.read_s * self.max_tokens
 
-    async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - not abstract: a server that needs nothing leaves it as it is
-        """Prepares a server that answers for its first request."""
+    async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - optional
+        """Prepares a healthy server for its first request."""
 
     async def _begin(self, host: str, port: int, *, key: str, timeout_s: float) -> None:
-        """Starts the process on a port (0: any free one) and returns once it is ready.
+        """Starts the process on a port (0 for any free one) and returns when it is ready.
 
-        Raises `UserError`, which names the recipe's `key`, for a port that is taken, and `ServingError`, with the cause from the log, when
-        the process dies or `timeout_s` passes.
+        Raises `UserError`, which names the recipe's `key`, if the port is taken, and `ServingError`, with the cause from the log, if the
+        process dies or `timeout_s` passes.
         """
         self._port = ReservedPort(host, port, key=key)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,24 +225,24 @@ class ServerProcess(ABC):
                 raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
             await asyncio.sleep(POLL_S)
         await self._prepare(control)
-        # The first request pays for lazy set-up, so make it before the first episode or question does.
+        # The first request is slow, because of lazy set-up.
         await self._token(control, tokens=2, timeout_s=WARM_S)
         await self._measure(control)
         self.liveness.begin(_COMPUTING)
-        if process.returncode is not None:  # somebody else answered at its port
+        if process.returncode is not None:  # another process answered at its port
             raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
 
 
 class ReservedPort:
-    """A port that no other server of agentrl on this machine uses, from here to `release`.
+    """A port that no other server of agentrl on this machine uses, until `release`.
 
-    A server takes seconds before it listens, and until then the port looks free to everybody: two runs would start theirs on one port, and
-    the second would take the first one's server for its own. So each holds a name of the port in the abstract namespace of sockets, which
-    is per network namespace, as ports are, and ends with the process that holds it.
+    A server takes seconds until it listens; meanwhile the port looks free, and a second run could take the first one's server for its own.
+    So each run binds a name for the port in the abstract socket namespace, which is per network namespace, and which the kernel frees when
+    the process ends.
     """
 
     def __init__(self, host: str, wanted: int, *, key: str) -> None:
-        """`wanted`: 0 for any free one. Raises `UserError`, which names the recipe's `key`, for one that is taken."""
+        """`wanted`: 0 for any free port. Raises `UserError`, which names the recipe's `key`, if it is taken."""
         for _ in range(_PORT_TRIES):
             self.number = free_port(host, wanted, key=key)
             self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -258,29 +257,29 @@ class ReservedPort:
                 break
         raise UserError(
             f"another run is starting its server on port {self.number}",
-            fix=f"set {key}=0 for any free port, or another number in each run on this machine",
+            fix=f"set {key}=0 for any free port, or a different number in each run on this machine",
         )
 
     def release(self) -> None:
-        """Once the server has ended. Idempotent."""
+        """Releases the port of a server that has ended. Idempotent."""
         self._name.close()
 
 
 def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None) -> list[str]:
-    """The command of a vLLM server that dies with this process. `cpu_threads`: of the engine on CPU; None: it computes on a GPU."""
+    """Returns the command of a vLLM server that dies with this process. `cpu_threads`: of the engine on CPU; None means a GPU."""
     launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
     threads = [] if cpu_threads is None else ["--cpu-threads", str(cpu_threads)]
     guarded = {**arguments, "--middleware": access.MIDDLEWARE}
     return [*launch, *threads, "--", *(part for pair in guarded.items() for part in pair), *flags]
 
 
-def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
-    """What a vLLM server's environment has beside the driver's.
+def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
+    """Returns the variables that a vLLM server's environment adds to the driver's.
 
     Args:
-        cpu_threads: of the engine on CPU; None: it computes on a GPU.
-        alone: nobody else computes while it does.
-        gpus: CUDA_VISIBLE_DEVICES; None: as in the driver.
+        cpu_threads: of the engine on CPU; None means a GPU.
+        alone: no other process computes at the same time.
+        gpus: CUDA_VISIBLE_DEVICES; None inherits the driver's.
     """
     common = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -299,19 +298,19 @@ def server_environment(scratch: Path, *, cpu_threads: int | None, alone: bool = 
         # The worker runs in the engine's process: no second spawn, no shared-memory queue to poll.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
+        # Even with --enforce-eager one helper would be compiled with g++ during the first request.
         "TORCHDYNAMO_DISABLE": "1",
         **openmp_environment(cpu_threads, alone=alone),
     }
 
 
-def thread_count(threads: int, *, servers: int = 1) -> int:
-    """A number of CPU threads; 0 stands for all cores, of which each of several servers gets its share, and one at least."""
+def threads_or_all(threads: int, *, servers: int = 1) -> int:
+    """Returns a number of CPU threads; 0 becomes this server's share of all cores, at least one."""
     return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 
 
 def scratch_folder(of: str) -> Path:
-    """An empty folder for a server's sockets: a short path, as sockets need, that stays the same, so that it is reused after a kill."""
+    """Creates an empty folder for a server's sockets. The path is short, as sockets require, and stable, so it is reused after a kill."""
     folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
@@ -319,12 +318,11 @@ def scratch_folder(of: str) -> Path:
 
 
 def free_port(host: str, wanted: int, *, key: str = "serving.port") -> int:
-    """A port that was free just now. Raises `UserError`, which names the recipe's `key`, when it is in use or the host is not ours.
+    """Returns a port that is free now. Raises `UserError`, which names the recipe's `key`, if it is in use or the host is not local.
 
-    For any free one (0) the kernel would give one of those that it also gives to connections, as to any program that asks it for one,
-    and a server takes up to minutes before it listens; so those are looked at last.
+    For any free one (0) it prefers ports that the kernel does not assign to connections, because a server takes up to minutes to listen.
     """
-    for port in _seldom_given() if wanted == 0 else ():
+    for port in _unassigned_ports() if wanted == 0 else ():
         with contextlib.suppress(UserError):
             return free_port(host, port, key=key)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -339,8 +337,8 @@ def free_port(host: str, wanted: int, *, key: str = "serving.port") -> int:
         return int(probe.getsockname()[1])
 
 
-def _seldom_given() -> list[int]:
-    """Some ports, in no order, that the kernel gives to nobody who does not name them."""
+def _unassigned_ports() -> list[int]:
+    """Some ports, in random order, that the kernel never assigns by itself."""
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
@@ -350,14 +348,14 @@ def _seldom_given() -> list[int]:
 
 
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:
-    """What a server's log says from byte `start` on, and the fix where there is one."""
+    """Returns the cause in a server's log from byte `start` on, and the fix if there is one."""
     with contextlib.suppress(OSError):
         return cause_in_log(tail_bytes(log_path, most=_LOG_BYTES, start=start))
     return "", ""
 
 
 def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> ServingError | DiskFull:
-    """The error of a server that ended with `code` before it was ready."""
+    """Returns the error of a server that ended with `code` before it was ready."""
     cause, fix = cause_in(log_path, start)
     if cause == "the disk is full":
         return DiskFull(f"{what} ended while starting: {cause}")
@@ -369,17 +367,17 @@ def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> Se
 
 
 async def end_group(process: asyncio.subprocess.Process) -> None:
-    """Ends a process that leads its own group, and all its children: first with SIGTERM, then with SIGKILL."""
+    """Ends a process that leads its group, and all its children: with SIGTERM, then with SIGKILL."""
     if process.returncode is None:
         process.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # the engine, if the server left it behind
+        os.killpg(process.pid, signal.SIGKILL)  # the engine may outlive the server
     await process.wait()
     with contextlib.suppress(ProcessLookupError):
         async with asyncio.timeout(STOP_TIMEOUT_S):
-            while True:  # until init has reaped the orphans; then the group is gone
+            while True:  # until init has reaped the orphans
                 os.killpg(process.pid, 0)
                 await asyncio.sleep(0.02)

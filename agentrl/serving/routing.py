@@ -1,4 +1,4 @@
-"""Which of several servers gets an episode's requests: the one that has its context cached, unless that one is gone."""
+"""Chooses the server for an episode's requests: the one that has its context cached, unless it is lost."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ class _Placed:
     """A running episode."""
 
     task_key: str
-    replica: int | None = None  # None: it has asked for nothing yet
+    replica: int | None = None  # None before its first request
     tokens: int = 0  # of its longest context so far
 
 
-class EpisodeRouter:
-    """Books of who is where. Holds no server and waits for nothing, so that a choice and its entry are one step.
+class Routing:
+    """Tracks which episode is on which replica. It does no I/O, so a choice and its record are atomic.
 
-    An episode stays where it is while that replica is able. Otherwise it goes to a replica that has an episode of the same task, whose
-    prompt is in the cache there; or, where each of those is ahead of the least loaded one by more than `apart` contexts of this length,
-    to that one. The load of a replica is the tokens of the longest context of every episode on it: what its cache holds for them,
-    whether they ask for something now or wait for their tools.
+    An episode stays on its replica while that is able. Otherwise it goes to a replica that has an episode of the same task, whose prompt is
+    cached there, unless that one is ahead of the least loaded replica by more than `apart` contexts of this length. A replica's load is the
+    tokens of the longest context of each of its episodes, including those that wait for tools.
     """
 
     def __init__(self, replicas: int, *, apart: int) -> None:
-        self.moved = 0  # episodes that had to leave a replica, each time
+        self.moved = 0  # how often an episode had to leave a replica
         self.loads = [0] * replicas
         self._apart = apart
         self._episodes: dict[str, _Placed] = {}
         self._tasks: dict[str, Counter[int]] = {}  # task -> replica -> its episodes there
 
     def begin(self, episode_id: str, task_key: str) -> None:
-        """It is placed by its first request. One of that id that was there has ended."""
+        """Registers an episode, which its first request places. Replaces an earlier one with that id."""
         self.end(episode_id)
         self._episodes[episode_id] = _Placed(task_key)
 
     def end(self, episode_id: str) -> None:
-        """Idempotent."""
+        """Forgets an episode. Idempotent."""
         if (placed := self._episodes.pop(episode_id, None)) is not None:
             self._leave(placed)
 
-    def replica_of(self, episode_id: str) -> int | None:
+    def where(self, episode_id: str) -> int | None:
+        """Returns the episode's replica, if it has one."""
         placed = self._episodes.get(episode_id)
         return None if placed is None else placed.replica
 
     def choose(self, episode_id: str, tokens: int, *, able: Sequence[int], full: Collection[int] = ()) -> int:
-        """The replica that gets a request of `tokens` tokens; a request of no episode that has begun goes to the least loaded one.
+        """Returns the replica for a request of `tokens` tokens; the least loaded one if the episode is unknown.
 
         Args:
-            able: replicas that may be asked, one at least.
-            full: those with no room for a further episode; they count where none has room.
+            able: replicas that may get the request, at least one.
+            full: replicas without room for another episode; ignored if all are full.
         """
         placed = self._episodes.get(episode_id)
         if placed is None:
@@ -68,8 +68,8 @@ class EpisodeRouter:
         assert placed.replica is not None, "it was placed"
         return placed.replica
 
-    def record_context(self, episode_id: str, tokens: int) -> None:
-        """Its context has so many tokens now."""
+    def grow(self, episode_id: str, tokens: int) -> None:
+        """Records the current length of an episode's context."""
         placed = self._episodes.get(episode_id)
         if placed is not None and placed.replica is not None and tokens > placed.tokens:
             self.loads[placed.replica] += tokens - placed.tokens

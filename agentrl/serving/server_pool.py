@@ -1,8 +1,8 @@
-"""One policy on several servers: an episode stays with the one that has its context cached, unless that one is gone.
+"""One policy on several servers. An episode stays with the server that has its context cached, unless that server is lost.
 
-Two numbers keep staleness bounded. `version` is what every server that answers has reached, and what rollouts wait for; a server that has
-less (it was being started when the others took a version in) gets no request until it has caught up. So whatever is sampled after
-`version` was n was sampled with n or newer weights, on whichever server.
+Staleness stays bounded: `version` is what all answering servers have reached, and what rollouts wait for. A server with an older version
+(it started while the others swapped) gets no request until it has caught up. So whatever is sampled after `version` was n was sampled
+with n or newer weights.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_servin
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1
-"""How often requests look for a server where there is none, and a server that came back is looked for."""
+LOOK_S = 0.1
+"""Seconds between two checks for servers that have come back."""
 
 _Take = Callable[[SupervisedServer, PolicyVersion], Awaitable[SwapReport | None]]
 
 
-class ServerPool:
-    """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights, each with a cache of its own.
+class ReplicatedPolicy:
+    """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights and separate caches.
 
-    A request that a dying server never received goes to another one, with the exact tokens so far; those in flight on it fail, as they do
-    with a single server. A server that died too often is given up, and `watch` raises once none is left.
+    A request that a dying server never received goes to another one; requests in flight on it fail, as with a single server. A server that
+    died too often is abandoned, and `watch` raises if none is left.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ServerPool:
         gpus: Sequence[str] = (),
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty: as in the driver. `alert`: as for `SupervisedServer`."""
+        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty inherits the driver's. `alert`: as for `ServedPolicy`."""
         count = recipe.serving.replicas
         self.version = -1
         self.sha256 = ""
@@ -56,38 +56,41 @@ class ServerPool:
             )
             for number in range(count)
         ]
-        self._routing = EpisodeRouter(count, apart=max_load_lead(recipe))
-        self._sampled = [0] * count  # tokens, since the figures were last told
-        self._floor = -1  # a server with less gets no request: `version`, or less on the way back to an older one
-        self._moving = asyncio.Lock()  # one version at a time is taken in
-        self._looking = asyncio.Lock()  # one of those that wait for a server looks, and the others wait for it
+        self._routing = Routing(count, apart=alike_together(recipe))
+        self._sampled = [0] * count  # tokens since the last call of `figures`
+        self._floor = -1  # a server with an older version gets no request: `version`, or less during a fall-back
+        self._moving = asyncio.Lock()  # one version at a time is loaded
+        self._looking = asyncio.Lock()  # one waiting request looks for a server on behalf of all
         self._changed = asyncio.Condition()
 
     @property
     def restarts(self) -> int:
+        """Restarts of all servers."""
         return sum(replica.restarts for replica in self._replicas)
 
     @property
     def token_s(self) -> float:
+        """Seconds per sampled token of the slowest server."""
         return max(replica.token_s for replica in self._replicas)
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """Of the servers that answer; it counts as another reading once all of them have been read again."""
-        found = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
-        if not found:
+        """Cache use of the servers that answer. It counts as a new reading when all of them have been read again."""
+        uses = [replica.cache_use for replica in self._replicas if replica.open and replica.cache_use is not None]
+        if not uses:
             return None
-        return CacheUse(reading=min(use.reading for use in found), shares=tuple(share for use in found for share in use.shares))
+        return CacheUse(reading=min(use.reading for use in uses), shares=tuple(share for use in uses for share in use.shares))
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts all servers side by side. Raises what `SupervisedServer.start` does when one of them cannot be started."""
+        """Starts all servers concurrently. Raises as `ServedPolicy.start` does if one of them cannot start."""
         async with asyncio.TaskGroup() as starting:
             for replica in self._replicas:
                 starting.create_task(replica.start(version, await_probe=await_probe))
-        await self._tell(version)
+        await self._set_version(version)
 
     @contextmanager
     def episode(self, episode_id: str, task_key: str) -> Iterator[None]:
+        """Assigns the requests of an episode in the block to one server."""
         self._routing.begin(episode_id, task_key)
         try:
             yield
@@ -95,36 +98,36 @@ class ServerPool:
             self._routing.end(episode_id)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Samples from the episode's server."""
         episode_id = request_id.rpartition("-")[0]
         while True:
-            able = self._able() or await self._some_able()
-            number = self._routing.choose(episode_id, len(prompt_ids), able=able, full=self._full())
-            completion = await self._replicas[number].try_generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            ready = self._ready() or await self._wait_ready()
+            number = self._routing.choose(episode_id, len(prompt_ids), able=ready, full=self._full())
+            completion = await self._replicas[number].answer(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
             if completion is not None:
                 self._routing.record_context(episode_id, len(prompt_ids) + len(completion.token_ids))
                 self._sampled[number] += len(completion.token_ids)
                 return completion
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Takes a published version into every server: into one, and when its probe agrees into the others side by side.
+        """Loads a published version into one server, and if its probe agrees into the others concurrently.
 
-        A server that dies meanwhile is left out, and catches up when it is back. One that refuses what another has taken in is replaced.
-        Returns the longest stall and the largest difference. Raises `SwapError` when the first refuses it three times; then all serve
-        what they did before.
+        A server that dies meanwhile catches up later. One that rejects what another has loaded is replaced. Returns the longest stall and
+        the largest difference. Raises `SwapError` if the first server rejects the version three times; then all serve the old version.
         """
         async with self._moving:
-            began, former = time.perf_counter(), self._registry.get(self.version)
+            start, former = time.perf_counter(), self._registry.get(self.version)
             try:
                 reports = await self._move(version, SupervisedServer.load_version)
             except SwapError:
-                await self._return(former)
+                await self._restore(former)
                 raise
             mark_serving(self._registry, version)
-            await self._tell(version)
+            await self._set_version(version)
         return SwapReport(
             version=version.number,
             stall_ms=max(report.stall_ms for report in reports),
-            total_ms=1000 * (time.perf_counter() - began),
+            total_ms=1000 * (time.perf_counter() - start),
             probe_max_abs_diff=max(report.probe_max_abs_diff for report in reports),
         )
 
@@ -134,24 +137,25 @@ class ServerPool:
             self._floor = min(self._floor, version.number)
             await self._move(version, SupervisedServer.load_or_restart)
             mark_serving(self._registry, version)
-            await self._tell(version)
+            await self._set_version(version)
 
     async def wait_version(self, number: int) -> None:
-        """Returns once every server that answers serves version `number` or a newer one."""
+        """Returns when every answering server serves version `number` or a newer one."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= number)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, with the version that the others serve; ends only by cancellation or `ServingError`."""
+        """Restarts servers that die, with the version that the others serve. Ends only by cancellation or `ServingError`."""
         async with asyncio.TaskGroup() as watching:
-            given_up: list[int] = []
+            abandoned: list[int] = []
             for number in range(len(self._replicas)):
-                watching.create_task(self._keep(number, given_up, on_loss))
+                watching.create_task(self._keep(number, abandoned, on_loss))
             watching.create_task(self._catch_up())
 
     def figures(self) -> dict[str, float]:
+        """Returns metrics of the servers; sampled tokens are counted since the last call."""
         sampled, self._sampled = self._sampled, [0] * len(self._replicas)
-        figures: dict[str, float] = {"replicas_able": len(self._able()), "episodes_moved": self._routing.moved}
+        figures: dict[str, float] = {"replicas_able": len(self._ready()), "episodes_moved": self._routing.moved}
         for number, replica in enumerate(self._replicas):
             figures[f"replica{number}_tokens"] = sampled[number]
             figures[f"replica{number}_load"] = self._routing.loads[number]
@@ -161,85 +165,86 @@ class ServerPool:
         return figures
 
     async def close(self) -> None:
+        """Stops all servers."""
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
-    def _able(self) -> list[int]:
-        """Servers that may be asked now."""
-        return [number for number, replica in enumerate(self._replicas) if replica.accepts_requests and replica.version >= self._floor]
+    def _ready(self) -> list[int]:
+        """Servers that may get a request now."""
+        return [number for number, replica in enumerate(self._replicas) if replica.open and replica.version >= self._floor]
 
     def _full(self) -> list[int]:
-        """Servers whose caches are to take no further episode, by the newest readings."""
+        """Servers whose caches have no room for another episode, by the newest readings."""
         most, uses = self._recipe.rollout.max_cache_use, [replica.cache_use for replica in self._replicas]
         return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= most]
 
-    async def _some_able(self) -> list[int]:
-        """`_able`, once there is one. Raises `ServingError`."""
+    async def _wait_ready(self) -> list[int]:
+        """Waits until `_ready` has a server. Raises `ServingError`."""
         try:
             async with asyncio.timeout(self._recipe.serving.startup_timeout_s), self._looking:
-                while not (able := self._able()):
-                    await asyncio.sleep(POLL_S)
-                return able
+                while not (ready := self._ready()):
+                    await asyncio.sleep(LOOK_S)
+                return ready
         except TimeoutError:
-            raise ServerDied("none of the inference servers came back") from None
+            raise ServerDied("no inference server came back") from None
 
     async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
-        """Brings every server to a version. Raises `SwapError`, with which some may have it and others not."""
+        """Loads a version into every server. Raises `SwapError`; then some may have it."""
         reports = [await self._first(version, take)]
         while late := self._late(version):
             done = await asyncio.gather(*(self._follow(replica, version, take) for replica in late), return_exceptions=True)
-            if (failed := next((one for one in done if isinstance(one, BaseException)), None)) is not None:
+            if (failed := next((result for result in done if isinstance(result, BaseException)), None)) is not None:
                 raise failed
-            reports += [one for one in done if not isinstance(one, BaseException)]
+            reports += [result for result in done if not isinstance(result, BaseException)]
         return [report for report in reports if report is not None]
 
     async def _first(self, version: PolicyVersion, take: _Take) -> SwapReport | None:
-        """Brings one server to a version, or another one if it dies meanwhile."""
+        """Loads a version into one server, or into another one if it dies meanwhile."""
         try:
             async with asyncio.timeout(self._recipe.serving.startup_timeout_s) as deadline:
                 while True:
-                    found = next((replica for replica in self._replicas if replica.accepts_requests), None)
-                    if found is None:
-                        await asyncio.sleep(POLL_S)
+                    replica = next((replica for replica in self._replicas if replica.open), None)
+                    if replica is None:
+                        await asyncio.sleep(LOOK_S)
                         continue
-                    deadline.reschedule(None)  # the swap has deadlines of its own
+                    deadline.reschedule(None)  # the swap has separate deadlines
                     try:
-                        return await take(found, version)
+                        return await take(replica, version)
                     except ServerLost as error:
-                        log.warning("swap to version %d goes on with another server: %s", version.number, error)
+                        log.warning("the swap to version %d continues with another server: %s", version.number, error)
                         deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
         except TimeoutError:
-            raise ServerDied("none of the inference servers came back") from None
+            raise ServerDied("no inference server came back") from None
 
-    async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
-        """Brings a server to a version that another one serves. Raises `SwapError` where the version was taken back meanwhile."""
+    async def _follow(self, replica: ServedPolicy, version: PolicyVersion, take: _Take) -> SwapReport | None:
+        """Loads a version that another server serves. Raises `SwapError` if the version was retracted meanwhile."""
         try:
             return await take(replica, version)
         except ServerLost:
-            return None  # it catches up when it is back
+            return None  # it catches up later
         except SwapError as error:
             if self._registry.get(version.number) != version:
                 raise
-            log.warning("%s is replaced, because it refuses version %d, which another one serves: %s", replica.title, version.number, error)
-            replica.request_replacement(f"it refuses version {version.number}")
+            log.warning("%s is replaced: it rejects version %d, which another server serves: %s", replica.what, version.number, error)
+            replica.condemn(f"it rejects version {version.number}")
             return None
 
-    async def _return(self, former: PolicyVersion | None) -> None:
-        """Brings those that have taken a refused version in back to what the others serve."""
+    async def _restore(self, former: PolicyVersion | None) -> None:
+        """Restores the served version on servers that have loaded a rejected one."""
         if former is None or former.sha256 != self.sha256:
-            return  # that was taken back, too, and the run falls back to another one
+            return  # it was retracted too, and the run falls back to another one
         for replica in self._late(former):
             try:
                 await replica.load_or_restart(former)
             except SwapError as error:
-                replica.request_replacement(f"it cannot go back to version {former.number}: {error}")
+                replica.condemn(f"it cannot restore version {former.number}: {error}")
 
-    def _late(self, version: PolicyVersion) -> list[SupervisedServer]:
-        """Servers that answer, and with another version."""
+    def _late(self, version: PolicyVersion) -> list[ServedPolicy]:
+        """Answering servers with another version."""
         wanted = (version.number, version.sha256)
         return [replica for replica in self._replicas if replica.accepts_requests and (replica.version, replica.sha256) != wanted]
 
     async def _catch_up(self) -> None:
-        """Brings servers that were away while the others took a version in to what the others serve."""
+        """Loads the served version into servers that missed its swap."""
         while True:
             await asyncio.sleep(POLL_S)
             if self._moving.locked():
@@ -254,38 +259,40 @@ class ServerPool:
                     except SwapError as error:
                         log.warning("%s stays behind version %d: %s", replica.title, version.number, error)
 
-    async def _keep(self, number: int, given_up: list[int], on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Watches one server, until it is given up. Raises `ServingError` when it was the last one."""
+    async def _keep(self, number: int, abandoned: list[int], on_loss: Callable[[], Awaitable[None]]) -> None:
+        """Watches one server until it is abandoned. Raises `ServingError` if it was the last one."""
         replica = self._replicas[number]
         try:
             await replica.watch(on_loss=on_loss)
         except ServingError as error:
             await replica.close()
-            given_up.append(number)
-            if len(given_up) == len(self._replicas):
+            abandoned.append(number)
+            if len(abandoned) == len(self._replicas):
                 raise
-            self._alert(f"{replica.title} is given up, and the run continues without it: {error}")
+            self._alert(f"{replica.what} is abandoned, and the run continues without it: {error}")
 
     def _newest(self) -> PolicyVersion | None:
-        """The version that a restarted server begins with: the one that the others serve; where none does, what one server would."""
+        """The version that a restarted server loads: what the others serve, or if none answers, what a single server would load."""
         current = self._registry.get(self.version)
         if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current
-        found = version_to_serve(self._registry)
-        if found is not None and found.number < self.version and not any(replica.accepts_requests for replica in self._replicas):
-            self.version, self.sha256, self._floor = found.number, found.sha256, found.number
-        return found
+        version = to_serve(self._registry)
+        if version is not None and version.number < self.version and not any(replica.open for replica in self._replicas):
+            self.version, self.sha256, self._floor = version.number, version.sha256, version.number
+        return version
 
-    async def _tell(self, version: PolicyVersion) -> None:
-        """The run serves `version` from now on."""
+    async def _set_version(self, version: PolicyVersion) -> None:
+        """Records that the run serves `version` from now on."""
         self.version, self.sha256, self._floor = version.number, version.sha256, version.number
         async with self._changed:
             self._changed.notify_all()
 
 
-def max_load_lead(recipe: Recipe) -> int:
-    """How many contexts a server may be ahead and still get an episode of a task that it has: a whole group, so that groups stay
-    together, but no more than its fair share of the episodes in flight, so that a few large groups are divided."""
+def alike_together(recipe: Recipe) -> int:
+    """Returns how many contexts a server may be ahead and still get an episode of a task that it has.
+
+    That is a group, so groups stay together, but at most the server's share of the episodes in flight, so a few large groups are split.
+    """
     rollout, servers = recipe.rollout, recipe.serving.replicas
     in_flight = min(rollout.concurrency, rollout.group_size * rollout.groups_per_step)
     return max(1, min(rollout.group_size, in_flight // servers))

@@ -1,4 +1,4 @@
-"""Hot swap: loads a published version into the running server, and restores the old one unless a logprob probe agrees."""
+"""Hot swap: loads a published version into the running server, and restores the old one unless the logprob probe agrees."""
 
 from __future__ import annotations
 
@@ -20,32 +20,30 @@ log = logging.getLogger(__name__)
 
 
 class HotSwap(ABC):
-    """Base class of weight channels on one server; subclasses say how the weights travel.
+    """Base class of weight channels on one server.
 
-    The engine pauses between two steps, loads, and resumes; requests in flight continue with the new weights, and their version
-    spans record where. On any failure the last good version is restored; when that fails too, the server is condemned
-    (`VLLMServer.alive` turns False).
+    The engine pauses between two steps, loads and resumes; requests in flight continue with the new weights, and their version spans record
+    where. On any failure the last good version is restored; if that fails too, the server counts as dead (`VLLMServer.alive`).
     """
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
-        """`registry_folder`: the run's versions/ folder; versions from elsewhere are refused, here and in the server."""
+        """`registry_folder`: the run's versions/ folder; server and channel reject versions from elsewhere."""
         self._server = server
         self._registry_folder = registry_folder.resolve()
         self._serving_folder = server.model
         self._lock = asyncio.Lock()
 
-    async def close(self) -> None:  # noqa: B027 - not abstract: a channel that holds something open overrides it
-        """Nothing is held open."""
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Closes nothing."""
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Swaps `version` in. Raises `SwapError` when it is refused; its predecessor then keeps serving.
+        """Swaps `version` in. Raises `SwapError` if it is rejected; then its predecessor keeps serving.
 
-        A version is refused when its file does not match its record, when loading fails or takes longer than `timeout_s`, or
-        when a probe logprob differs by more than `max_abs_diff` nats. Requests that sampled from refused weights fail with
-        `ServingError`.
+        A version is rejected if its file does not match its record, if loading fails or takes longer than `timeout_s`, or if a probe
+        logprob differs by more than `max_abs_diff` nats. Requests that sampled from rejected weights fail with `ServingError`.
         """
         folder = folder.resolve()
-        began = time.perf_counter()
+        start = time.perf_counter()
         await asyncio.to_thread(check_version_folder, version, folder, self._registry_folder)
         async with self._lock:
             try:
@@ -54,11 +52,11 @@ class HotSwap(ABC):
                     diff = await max_logprob_difference(self._server, version.number, probe)
                 if not diff <= max_abs_diff:
                     raise SwapError(
-                        f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe, {max_abs_diff:g} is allowed"
+                        f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe; limit: {max_abs_diff:g}"
                     )
             except (ServingError, TimeoutError) as error:
                 await self._restore(timeout_s)
-                raise _refusal(version, error, timeout_s) from error
+                raise _swap_error(version, error, timeout_s) from error
             except asyncio.CancelledError:
                 await self._restore(timeout_s)
                 raise
@@ -67,52 +65,50 @@ class HotSwap(ABC):
         return SwapReport(
             version=version.number,
             stall_ms=1000 * stall_s,
-            total_ms=1000 * (time.perf_counter() - began),
+            total_ms=1000 * (time.perf_counter() - start),
             probe_max_abs_diff=diff,
         )
 
     async def _exchange(self, number: int, folder: Path) -> float:
-        """Pauses, loads and resumes; returns the seconds for which requests stood still."""
+        """Pauses, loads and resumes; returns the seconds of the pause."""
         control = self._server.control
-        stalled = time.perf_counter()
+        paused = time.perf_counter()
         await control.pause()
         await self._load(number, folder)
         self._server.weights.begin_probation(number)
         await control.resume()
-        return time.perf_counter() - stalled
+        return time.perf_counter() - paused
 
     @abstractmethod
     async def _load(self, number: int, folder: Path) -> None:
-        """Loads one version into the paused server and names it."""
+        """Loads one version into the paused server and sets its number."""
 
     @abstractmethod
     async def _reload(self, number: int, folder: Path) -> None:
-        """Loads an earlier version into a paused server that may be in the middle of an update."""
+        """Loads an earlier version into a paused server whose update may be incomplete."""
 
     async def _restore(self, timeout_s: float) -> None:
-        """Restores the last good version, or condemns the server."""
+        """Restores the last good version, or marks the server as dead."""
         weights, control = self._server.weights, self._server.control
         try:
             async with asyncio.timeout(timeout_s):
-                # Requests that sampled from unproven weights are aborted; if none could have, those in flight just wait.
+                # Requests that may have sampled from unverified weights are aborted; others wait.
                 await control.pause(abort=weights.on_probation is not None)
                 weights.refuse()
                 await self._reload(weights.number, self._serving_folder)
                 await control.resume()
         except (ServingError, TimeoutError) as error:
             weights.refuse()
-            self._server.mark_unsound(f"version {weights.number} could not be restored: {error}")
-            raise SwapError(
-                f"the last good version {weights.number} could not be restored; the server must be restarted: {error}"
-            ) from error
+            self._server.condemn(f"version {weights.number} could not be restored: {error}")
+            raise SwapError(f"version {weights.number} could not be restored; the server must be restarted: {error}") from error
 
 
 class FileWeightChannel(HotSwap):
-    """A `WeightChannel` whose server maps version folders from the file system it shares with the learner."""
+    """A `WeightChannel` whose server maps version folders from a file system that it shares with the learner."""
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
         super().__init__(server, registry_folder=registry_folder)
-        self._update_open = False  # an update was begun in the server and has not ended
+        self._update_open = False  # the server's update has not ended
 
     async def _load(self, number: int, folder: Path) -> None:
         """Loads one version into the paused server: its delta if that fits the server's weights, otherwise the whole file."""
@@ -122,13 +118,13 @@ class FileWeightChannel(HotSwap):
         try:
             await self._update(number, folder, {deltas.DELTA_FILE: (folder / deltas.DELTA_FILE).stat().st_size})
         except ServingError as error:
-            log.warning("version %d is loaded whole, because its delta was refused: %s", number, error)
+            log.warning("version %d is loaded whole, because the server rejected its delta: %s", number, error)
             await self._reload(number, folder)
 
     async def _reload(self, number: int, folder: Path) -> None:
-        """Loads one whole version into a paused server that may be in the middle of an update."""
+        """Loads one whole version into a paused server whose update may be incomplete."""
         if self._update_open:
-            with contextlib.suppress(ServingError):  # raised when the server has already ended the update
+            with contextlib.suppress(ServingError):  # the server may have ended the update
                 await self._server.control.finish_weight_update(None)
         try:
             await asyncio.to_thread(deltas.materialize, folder)
@@ -157,14 +153,14 @@ def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: 
     except (OSError, ValueError) as error:
         raise SwapError(f"version {version.number}: cannot read its weights in {folder}: {error}") from error
     if actual != expected or (delta is not None and delta.sha256 != version.sha256):
-        raise SwapError(f"version {version.number}: {path} is not the file that was published (sha256 differs)")
+        raise SwapError(f"version {version.number}: {path} is not the published file (sha256 differs)")
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
 
 
-def _refusal(version: PolicyVersion, error: BaseException, timeout_s: float) -> SwapError:
+def _swap_error(version: PolicyVersion, error: BaseException, timeout_s: float) -> SwapError:
     if isinstance(error, SwapError):
         return error
     reason = f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)

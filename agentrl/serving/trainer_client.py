@@ -1,4 +1,4 @@
-"""The learner's client of the inference server during an NCCL transfer: vLLM's own, with the server's key, which waits for the pause."""
+"""The learner's client of the inference server during an NCCL transfer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _POLL_S = 0.005
 
 
 class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM's types are not followed
-    """Starts an update only while the controller holds the server paused, and names the new version at its end.
+    """vLLM's client with the server's key. It starts an update only while the server is paused, and sets the version at its end.
 
-    Give it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
+    Pass it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
     """
 
     def __init__(self, base_url: str, *, key: str, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> None:
-        """`waiting`: called at each check whether the server is paused."""
+        """`waiting` is called at each check whether the server is paused."""
         super().__init__(base_url, timeout=timeout_s)
         self._headers = access(key)
         self.version = 0
         self._waiting = waiting
 
     def start_weight_update(self) -> None:
-        """Waits for the pause, then starts. Raises `TimeoutError` when the controller does not pause the server in time."""
+        """Waits for the pause, then starts the update. Raises `TimeoutError` if the server is not paused in time."""
         deadline = time.monotonic() + self.timeout
         with self._client() as http:
             while not http.get("/is_paused").raise_for_status().json()["is_paused"]:
@@ -39,6 +39,7 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
         super().start_weight_update()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Ends the update and sets the version."""
         super().finish_weight_update(weight_version or str(self.version))
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""HTTP/1.1 requests to one server over kept connections: the way of every turn, so it costs little and holds thousands at once.
+"""HTTP/1.1 requests to one server over persistent connections, for every turn of thousands of episodes.
 
-A general HTTP client takes a millisecond of CPU time for a request, and looks through all of its connections for each. Here free
-connections are a stack, h11 reads and writes the protocol, and nothing else lies between it and the socket.
+A general HTTP client takes a millisecond of CPU time per request and searches all of its connections. Here free connections are a stack,
+and only h11 lies between a request and the socket.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from agentrl.errors import ServingError
 from agentrl.serving.access import auth_headers as access
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Of one answer; one of the longest completion with the largest supports takes some tens of MiB."""
+"""Limit of one answer; the longest completion with the largest supports takes some tens of MiB."""
 IDLE_S = 10.0
-"""After so long a free connection is not used again: well before the server drops it (after 30 s), so that no request is lost on one that
-the server is just closing."""
+"""Seconds after which a free connection is not used again; the server drops it after 30 s, and a request on a closing one would be lost."""
 _MAX_HEAD = 64 << 10
 
 
@@ -28,11 +27,11 @@ class UnsentError(ServingError):
     """The request never reached the server, so a retry is safe."""
 
 
-class HttpTransport:
-    """Requests to one `http://host:port`, at most `max_connections` at a time; others wait. Use from one event loop."""
+class Wire:
+    """Requests to one `http://host:port`, at most `max_connections` at once; others wait. Use it from one event loop."""
 
     def __init__(self, url: str, *, key: str = "", max_connections: int) -> None:
-        """`key`: of the server (`agentrl.serving.access`); empty: it needs none."""
+        """`key`: of the server (`agentrl.serving.access`); empty means that it needs none."""
         parts = urlsplit(url)
         self.url = url
         self.closed = False
@@ -40,17 +39,17 @@ class HttpTransport:
         self._head = [(b"host", parts.netloc.encode()), (b"content-type", b"application/json")]
         self._head += [(name.encode(), value.encode()) for name, value in access(key).items()]
         self._slots = asyncio.Semaphore(max_connections)
-        self._free: deque[tuple[float, _Connection]] = deque()  # since when; the newest last
+        self._free: deque[tuple[float, _Connection]] = deque()  # with the time since when; newest last
         self._busy: set[_Connection] = set()
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and content of the answer to a JSON body; the caller sets the deadline. A cancellation closes the connection.
+        """Returns status and content of the answer to a JSON body; the caller sets the deadline. A cancellation closes the connection.
 
-        Raises `UnsentError` when the server cannot be reached or this end is closed, `ServingError` when the connection breaks later or
-        the answer is no HTTP.
+        Raises `UnsentError` if the server cannot be reached or this end is closed, and `ServingError` if the connection breaks later or the
+        answer is not HTTP.
         """
         async with self._slots:
-            connection = self._taken() or await self._opened()
+            connection = self._reuse() or await self._open()
             self._busy.add(connection)
             try:
                 answer = await connection.exchange(self._request(path, len(body)), body)
@@ -63,7 +62,7 @@ class HttpTransport:
             return answer
 
     def close(self) -> None:
-        """Breaks off what is under way. Idempotent."""
+        """Aborts all requests. Idempotent."""
         self.closed = True
         for connection in (*self._busy, *(free for _, free in self._free)):
             connection.abort()
@@ -72,16 +71,16 @@ class HttpTransport:
     def _request(self, path: str, length: int) -> h11.Request:
         return h11.Request(method=b"POST", target=path.encode(), headers=[*self._head, (b"content-length", b"%d" % length)])
 
-    def _taken(self) -> _Connection | None:
-        """The free connection that was used last, so that those that nobody needs any more grow old."""
+    def _reuse(self) -> _Connection | None:
+        """The most recently used free connection, so that surplus connections become idle and expire."""
         if self.closed:
-            raise self._closed()
+            raise self._closed_error()
         oldest = time.monotonic() - IDLE_S
         while self._free and self._free[0][0] < oldest:
             self._free.popleft()[1].abort()
         while self._free:
-            if (found := self._free.pop()[1]).usable:
-                return found
+            if (connection := self._free.pop()[1]).usable:
+                return connection
         return None
 
     def _give_back(self, connection: _Connection) -> None:
@@ -90,17 +89,17 @@ class HttpTransport:
             return
         self._free.append((time.monotonic(), connection))
 
-    async def _opened(self) -> _Connection:
+    async def _open(self) -> _Connection:
         try:
             _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
         except OSError as error:
             raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
-        if self.closed:  # meanwhile; whoever closed this end has not seen this connection
+        if self.closed:  # `close` has not seen this connection
             connection.abort()
-            raise self._closed()
+            raise self._closed_error()
         return connection
 
-    def _closed(self) -> UnsentError:
+    def _closed_error(self) -> UnsentError:
         return UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
 
 
@@ -115,10 +114,11 @@ class _Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
+        """Whether the connection is open."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, request: h11.Request, body: bytes) -> tuple[int, bytes]:
-        """Raises `ServingError` when the connection ends, or the answer is no HTTP."""
+        """Sends a request and returns status and content. Raises `ServingError` if the connection ends or the answer is not HTTP."""
         assert self._transport is not None, "it was opened"
         self._answer = asyncio.get_running_loop().create_future()
         head = self._http.send(request)
@@ -128,33 +128,38 @@ class _Connection(asyncio.Protocol):
         return await self._answer
 
     def reset(self) -> bool:
-        """Makes it ready for another exchange; False where the server wants it closed, or has said more than it was asked."""
+        """Prepares it for another exchange; False if the server wants it closed or sent extra data."""
         self._answer, self._status, self._content = None, 0, bytearray()
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE or self._http.trailing_data[0]:
-            return False  # what is left over would be taken for the next answer
+            return False  # extra data would become part of the next answer
         self._http.start_next_cycle()
         return self.usable
 
     def abort(self) -> None:
+        """Closes the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Stores the transport."""
         assert isinstance(transport, asyncio.Transport), "a socket's"
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Parses a part of the answer."""
         self._read(data)
 
     def eof_received(self) -> bool:
+        """Parses the end of the answer; closes the connection."""
         self._read(b"")
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Fails the current exchange."""
         self._fail("the connection was closed before the answer" if error is None else f"{type(error).__name__}: {error}")
 
     def _read(self, data: bytes) -> None:
-        if self._answer is None:  # nothing was asked: the server is closing, or speaks out of turn
+        if self._answer is None:  # no request is waiting: the server is closing, or sends extra data
             self.abort()
             return
         try:
@@ -174,7 +179,7 @@ class _Connection(asyncio.Protocol):
                 elif isinstance(event, h11.ConnectionClosed):
                     self._fail("the connection was closed before the answer")
         except h11.RemoteProtocolError as error:
-            self._fail(f"its answer is no HTTP: {error}" if data else "the connection was closed before the end of the answer")
+            self._fail(f"its answer is not HTTP: {error}" if data else "the connection was closed before the end of the answer")
 
     def _fail(self, reason: str) -> None:
         if self._answer is not None and not self._answer.done():

@@ -1,15 +1,9 @@
-"""The file weight channel's end inside vLLM: maps a version's safetensors files and loads them in place.
+"""The file weight channel's engine inside vLLM: maps a version's safetensors files and loads them in place, on CPU and GPU.
 
-A delta (`agentrl.version.deltas`) is applied to a copy of its parent's file that is kept here, and the result must have the
-published checksum.
-
-This works wherever server and learner share a file system, on CPU and GPU. A version is checked completely before the first
-parameter is touched, because vLLM's layerwise reload starts by moving parameters away: a refused file leaves the old weights
-serving.
-
-An adapter is merged while it is loaded, into the weights that the server was started with, which are mapped again from their file.
-So requests name no adapter, requests in flight continue with the new weights as with any version, and decoding costs no more than
-without adapters.
+A version is checked completely before the first parameter is touched, because vLLM's layerwise reload starts by moving parameters away:
+after a rejected file the old weights serve. A delta (`agentrl.weights.deltas`) is applied to a copy of its parent's file, and the result
+must have the published checksum. An adapter is merged while it is loaded, into the weights that the server was started with. So requests
+name no adapter, and decoding costs the same as without adapters.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's types are not followed
-    """The folder that versions may be loaded from; set once, right after the server has started."""
+    """The folder that versions may be loaded from; set once, after the server has started."""
 
     versions_folder: str
 
@@ -50,7 +44,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]
-    """Loads versions from files: whole models, deltas, or adapters to the first. One `update_weights` call loads one version."""
+    """Loads versions from files: whole models, deltas, or adapters to the first version. One `update_weights` call loads one version."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -61,20 +55,22 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._versions_folder: Path | None = None
         self._copy = WeightCopy(Path(tempfile.gettempdir()))
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it, so it may be restored
+        self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it
         self._first_paths = sorted(self._first_folder.glob("*.safetensors"))
         self._shapes = self._untied(tensor_shapes(self._first_paths))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Sets the versions folder."""
         folder = Path(init_info.versions_folder).resolve()
         if self._versions_folder not in (None, folder):
             raise ValueError(f"versions folder is already set to {self._versions_folder}")
         self._versions_folder = folder
 
     def start_weight_update(self) -> None:
-        """Does nothing: the reload begins in `receive_weights`, once the files are known to fit."""
+        """Does nothing: `receive_weights` starts the reload, once the files are known to fit."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        """Checks and loads one version."""
         if self._versions_folder is None:
             raise RuntimeError("the versions folder was never set: call init_transfer_engine first")
         folder = Path(update_info.folder)
@@ -89,16 +85,15 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         try:
             self.model.load_weights(self._tensors(paths, adapter))
         finally:
-            # Also after a failure: parameters that were not reached get their old values back, so that the model can run until
-            # the caller loads a whole version again.
+            # Also after a failure: parameters that were not reached get their old values back, so the model can run.
             finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
         """Does nothing: the model is complete after `receive_weights`."""
 
     def shutdown(self) -> None:
-        """Removes the copy that deltas are applied to."""
-        self._copy.remove()
+        """Deletes the copy that deltas are applied to."""
+        self._copy.drop()
 
     def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in shapes.items() if not (self._tied and name == LM_HEAD)}
@@ -110,6 +105,5 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 continue
             yield name, tensor
             if self._tied and name == EMBEDDING:
-                # Even when tied, vLLM's CPU kernels keep a packed copy of the output head. Unless the head is sent under its own
-                # name the copy goes stale, and every route still answers 200.
+                # vLLM's CPU kernels keep a packed copy of the output head, which stays stale unless the head is loaded by name.
                 yield LM_HEAD, tensor

@@ -238,8 +238,6 @@ def test_every_key_is_read_and_can_be_set(key: str) -> None:
     if key.startswith("learner.limits.") or key == "rollout.delegation":  # read by what sections make of them
         name = {"learner.limits.max_rollbacks": "max_rollbacks", "rollout.delegation": "agent_settings"}.get(key, "named")
     assert {name, THROUGH.get(name, name)} & read_names(), f"no code reads {key}"
-    if key == "serving.engine":  # there is one
-        return
     assert any(next(accepted(recipe, key), None) for recipe in pool().values()), (
         f"no recipe of the pool takes another value of {key} than its default: add one that does, or remove the key"
     )

@@ -107,7 +107,7 @@ def test_catching_up_sends_only_what_the_server_lacks(tmp_path: Path, weights: W
 
 
 def test_without_a_server_or_with_a_broken_channel_the_learner_says_so(tmp_path: Path, weights: Weights, url: str) -> None:
-    with pytest.raises(LearnerError, match="no inference server was announced"):
+    with pytest.raises(LearnerError, match="no inference server started"):
         make(tmp_path, weights, patience_s=0.3).send(1)
     made = make(tmp_path, weights)
     announce(tmp_path, url, 1)

@@ -23,19 +23,19 @@ CPU = torch.device("cpu")
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
-@given(sequences, st.booleans())
-def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[list[int]], share: bool) -> None:
-    forest = build_forest(rows, share=share)
+@given(sequences)
+def test_paths_read_back_the_sequences_and_nothing_is_there_twice(rows: list[list[int]]) -> None:
+    forest = lay_out(rows)
     prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
-    assert len(forest.token_ids) == (len(prefixes) if share else sum(map(len, rows)))
+    assert len(forest.token_ids) == len(prefixes)
     for row, path in zip(rows, forest.paths, strict=True):
         assert forest.token_ids[path].tolist() == row
         assert forest.positions[path].tolist() == list(range(len(row)))
 
 
-@given(sequences, st.booleans())
-def test_the_intervals_say_who_continues_whom(rows: list[list[int]], share: bool) -> None:
-    forest = build_forest(rows, share=share)
+@given(sequences)
+def test_the_intervals_say_who_continues_whom(rows: list[list[int]]) -> None:
+    forest = lay_out(rows)
     pairs = {(int(a), int(b)) for path in forest.paths for n, b in enumerate(path) for a in path[: n + 1]}
     size = len(forest.token_ids)
     assert {(k, q) for k in range(size) for q in range(k, size) if q < forest.ends[k]} == pairs
@@ -104,12 +104,12 @@ def _gap(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3 sliding", "llama"])
-@pytest.mark.parametrize(("share", "budget"), [(True, 10_000), (True, 120), (False, 10_000)])
-def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, share: bool, budget: int) -> None:
+@pytest.mark.parametrize("budget", [10_000, 120])
+def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, budget: int) -> None:
     plain, model = _model(kind, "sdpa"), _model(kind, register())
     scorer, samples, tokens = TokenScorer(model), _samples(1), 0
-    for rows in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=budget, share=share):
-        batch = build_micro_batch(rows, CPU, share=share)
+    for rows in plan(samples, rank=0, ranks=1, max_tokens=budget):
+        batch = micro_batch(rows, CPU)
         tokens += batch.input_ids.shape[1]
         logprobs, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 0.7)
         found = logprobs[batch.expand]
@@ -121,7 +121,7 @@ def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, share: bo
             expected.append(logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[mask, 0])
         (torch.cat(expected) * batch.advantages).sum().backward()
         assert _gap(found, torch.cat(expected)) < 1e-12
-    assert (tokens < 0.75 * sum(len(sample.token_ids) for sample in samples)) == share
+    assert tokens < 0.75 * sum(len(sample.token_ids) for sample in samples)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert _gap(ours.grad, theirs.grad) < 1e-10, name
 

@@ -81,7 +81,7 @@ async def test_the_learner_goes_back_to_the_promoted_version_when_asked_also_whe
     assert rollback.pending_request(run_dir / "versions", registry) is None
     (setback,) = UpdateFailureLog(run_dir).read()
     assert (setback.step, setback.action, setback.what, setback.groups) == (2, "rollback", "gate", (6, 7, 8))
-    assert setback.reasons == ("the gate refused version 2: case c03",) and len(setback.episodes) == 12
+    assert setback.reasons == ("the gate rejected version 2: case c03",) and len(setback.episodes) == 12
     assert store.consumed() == {index: index // 3 for index in range(12)}
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()) == ["000001", "000003", "000004"]
     store.close()

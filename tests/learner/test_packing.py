@@ -27,17 +27,17 @@ def _sample(name: int, length: int, group: int = 0, first: int = 0) -> Sample:
     )
 
 
-@given(st.lists(st.tuples(st.integers(2, 60), st.integers(0, 3)), max_size=40), st.integers(1, 4), st.integers(60, 200), st.booleans())
+@given(st.lists(st.tuples(st.integers(2, 60), st.integers(0, 3)), max_size=40), st.integers(1, 4), st.integers(60, 200))
 def test_every_sample_is_on_one_rank_once_and_ranks_run_equally_many_micro_batches(
-    shapes: list[tuple[int, int]], ranks: int, budget: int, share: bool
+    shapes: list[tuple[int, int]], ranks: int, budget: int
 ) -> None:
     samples = [_sample(number, length, first=first) for number, (length, first) in enumerate(shapes)]
-    plans = [plan_micro_batches(samples, rank=rank, ranks=ranks, max_tokens=budget, share=share) for rank in range(ranks)]
+    plans = [plan(samples, rank=rank, ranks=ranks, max_tokens=budget) for rank in range(ranks)]
     assert len({len(made) for made in plans}) == 1
     dealt = [sample.episode_id for made in plans for rows in made for sample in rows]
     assert sorted(dealt) == sorted(sample.episode_id for sample in samples)
     for rows in (rows for made in plans for rows in made if rows):
-        assert build_micro_batch(rows, CPU, share=share).input_ids.shape[1] <= budget
+        assert micro_batch(rows, CPU).input_ids.shape[1] <= budget
 
 
 def test_micro_batches_are_as_even_as_their_number_allows() -> None:
@@ -84,7 +84,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_with_its_episode(token:
     good, bad = _sample(0, 5, first=92), replace(_sample(1, 3), token_ids=(0, token, 2))
     check_vocabulary([good], 97)
     check_vocabulary([], 97)
-    with pytest.raises(LearnerError, match=rf"episode 1 holds token {token}, and the policy's vocabulary has 97"):
+    with pytest.raises(LearnerError, match=rf"episode 1 holds token {token}, but the policy's vocabulary has 97"):
         check_vocabulary([good, bad], 97)
 
 

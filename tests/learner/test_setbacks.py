@@ -148,15 +148,15 @@ def test_the_strictest_action_wins_and_rollbacks_run_out() -> None:
     limits = LimitsConfig(max_kl=Limit(at=0.5), min_entropy=Limit(at=0.5, action="rollback"), max_rollbacks=1)
     guard = UpdateGuard(LearnerConfig(limits=limits))
     bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
-    guard.begin_step()
-    guard.record_policy_step(_part(), bad, applied=False)
-    assert guard.rolling_back and not guard.start_weights_passed and guard.counts.rollbacks == 1
-    guard.begin_step()
-    guard.record_policy_step(_part(4), FINE, applied=True)
-    assert guard.start_weights_passed and not guard.rolling_back
-    with pytest.raises(LearnerHalted, match="1 rollbacks are made"):
-        guard.record_policy_step(_part(5), bad, applied=False)
-    assert [setback.action for setback in guard.take_failures()] == ["rollback", "halt"]
+    guard.begin()
+    guard.settle(_part(), bad, applied=False)
+    assert guard.rolling_back and not guard.sound and guard.counts.rollbacks == 1
+    guard.begin()
+    guard.settle(_part(4), FINE, applied=True)
+    assert guard.sound and not guard.rolling_back
+    with pytest.raises(LearnerHalted, match="1 rollbacks were made"):
+        guard.settle(_part(5), bad, applied=False)
+    assert [setback.action for setback in guard.drain()] == ["rollback", "halt"]
 
 
 def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
@@ -165,8 +165,8 @@ def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
     for _ in range(2):
         guard.record_critic_step(_part(), {}, applied=True)
         if guard.counts.bad_in_a_row == 1:
-            with pytest.raises(LearnerHalted, match=r"2 optimizer steps in a row were left out .* the gradient is not finite"):
-                guard.record_policy_step(_part(), nan, applied=False)
+            with pytest.raises(LearnerHalted, match=r"2 optimizer steps in a row were skipped .* the gradient is not finite"):
+                guard.settle(_part(), nan, applied=False)
         else:
             guard.record_policy_step(_part(), nan, applied=False)
     guard = UpdateGuard(LearnerConfig(max_bad_updates=2))
@@ -326,7 +326,7 @@ async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_th
     groups[2] = Group(index=2, task_id="t", task_key="k", episodes=episodes)
     groups[4] = random_group(4, scores=[1e300, -1e300, 0.0, 0.0])
     made = recipe(learner={"ranks": 2, "max_bad_groups": 3})
-    with pytest.raises(LearnerHalted, match="3 groups were left out"):
+    with pytest.raises(LearnerHalted, match="3 groups were excluded"):
         await _learn(make_learner, tmp_path, made, groups)
     found = UpdateFailureLog(tmp_path).read()
     assert [(one.step, one.what, one.groups) for one in found] == [(0, "group", (1,)), (0, "group", (2,)), (1, "group", (4,))]

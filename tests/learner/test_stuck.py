@@ -15,7 +15,8 @@ from agentrl.base.liveness import Liveness
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.learner.process import _runs
+from agentrl.learner.process import _stat
+from agentrl.liveness import Liveness
 from agentrl.run import supervise
 from agentrl.version import FolderRegistry
 from tests.learner.building import random_group, recipe, write_run
@@ -88,7 +89,7 @@ async def test_a_stopped_learner_is_restarted_and_no_group_is_lost_or_trained_tw
             while not run.tracker.said:
                 await asyncio.sleep(0.05)
                 assert not watching.done() or not watching.exception()
-            assert live.stopped and not any(map(_runs, live.stopped)), "no successor beside it"
+            assert live.stopped and all(_stat(pid)[0] in ("", "Z") for pid in live.stopped), "no successor beside it"
             (said,) = run.tracker.said
             assert "the learner has made no progress for" in said and "it was killed" in said and "restart 1 of at most 3" in said
             store = SqliteStore(tmp_path / "experience.sqlite")

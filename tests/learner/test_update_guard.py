@@ -6,25 +6,25 @@ import math
 
 import pytest
 
-from agentrl.config import LearnerConfig, Limit, LimitsConfig
-from agentrl.learner.update_guard import _FIGURES as FIGURES
-from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
+from agentrl.learner.guard import _METRICS as METRICS
+from agentrl.learner.guard import REFUSE_ALL, Guard
+from agentrl.recipe import LearnerConfig, Limit, LimitsConfig
 from agentrl.records import Batch
 
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", METRICS)
 def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
     """A model that masks part of its vocabulary with -inf has an entropy of NaN and a finite loss; no comparison would object."""
     bound = 5.0 if name == "max_ratio" else 0.5
-    guard = UpdateGuard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
-    metrics = {"loss": 0.1, FIGURES[name]: math.nan}
-    assert guard.largest_norm(metrics) == REFUSE_ALL
-    guard.record_policy_step(PART, metrics, applied=False)
+    guard = Guard(LearnerConfig(max_grad_norm=0.1, limits=LimitsConfig(**{name: Limit(at=bound, action="rollback")})))
+    metrics = {"loss": 0.1, METRICS[name]: math.nan}
+    assert guard.bound(metrics) == REFUSE_ALL
+    guard.settle(PART, metrics, applied=False)
     assert guard.rolling_back, "the limit's own action, not that of a loss which is not finite"
-    (setback,) = guard.take_failures()
-    assert setback.reasons[-1] == f"{FIGURES[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
+    (setback,) = guard.drain()
+    assert setback.reasons[-1] == f"{METRICS[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
 
 
 def test_a_figure_without_a_limit_or_without_a_value_stops_nothing() -> None:

@@ -47,15 +47,15 @@ def _by_hand(rewards: list[float], values: list[float]) -> tuple[list[float], li
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-@pytest.mark.parametrize(("share", "budget"), [(True, 10_000), (True, 120), (False, 10_000)])
-def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(share: bool, budget: int) -> None:
+@pytest.mark.parametrize("budget", [10_000, 120])
+def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(budget: int) -> None:
     scorer, samples = _scorer(), [replace(sample, advantages=(), rewards=sample.advantages) for sample in _samples(1)]
     plain, head = _model("qwen3", "sdpa"), nn.Linear(32, 1).double()
     head.load_state_dict(scorer.value.state_dict())
     trained = sum(sum(sample.loss_mask) for sample in samples)
     found_total, expected_total = 0.0, 0.0
-    for rows in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=budget, share=share):
-        batch = build_micro_batch(rows, CPU, share=share)
+    for rows in plan(samples, rank=0, ranks=1, max_tokens=budget):
+        batch = micro_batch(rows, CPU)
         logprobs, _, values = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         logprobs, values = logprobs[batch.expand], values[batch.expand]
         old = values.detach() + torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)  # so that the value clip binds somewhere

@@ -65,7 +65,7 @@ def test_an_estimator_of_somebodys_sees_the_scores_that_count_and_its_failure_na
     assert found.values == (2.0, None, None, 0.0)
     with pytest.raises(PluginError, match=r"objective\.advantage .*:longest. failed on 2 groups: MemoryError: too many .*theirs\.py:3"):
         batch_advantages([group, group], settings, min_group_size=2)
-    with pytest.raises(PluginError, match="2 groups want 2 lists, not a list of 1"):
+    with pytest.raises(PluginError, match="2 groups need 2 lists, not a list of 1"):
         batch_advantages([group, group], ObjectiveConfig(advantage=f"{file}:short"), min_group_size=2)
 
 
@@ -224,14 +224,14 @@ def test_a_score_at_the_mean_leaves_its_group_a_preference() -> None:
 @pytest.mark.parametrize(
     ("made", "wrong"),
     [
-        (None, "2 groups want 2 lists, not a value of type NoneType"),
-        ([[0.0, 1.0]], "2 groups want 2 lists, not a list of 1"),
-        ([[0.0, 1.0], 5], "group 1 of 1 scores wants 1 advantages, not a value of type int"),
-        ([[0.0, 1.0], "x"], "group 1 of 1 scores wants 1 advantages, not a str of 1"),
-        ([[0.0], [1.0]], "group 0 of 2 scores wants 2 advantages, not a list of 1"),
-        ([[0.0, True], [0.0]], "group 0 holds a value of type bool where a float is wanted"),
-        ([[0.0, 1.0], ["1"]], "group 1 holds a str of 1 where a float is wanted"),
-        ([[0.0, 1.0], [None]], "group 1 holds a value of type NoneType where a float is wanted"),
+        (None, "2 groups need 2 lists, not a value of type NoneType"),
+        ([[0.0, 1.0]], "2 groups need 2 lists, not a list of 1"),
+        ([[0.0, 1.0], 5], "group 1 of 1 scores needs 1 advantages, not a value of type int"),
+        ([[0.0, 1.0], "x"], "group 1 of 1 scores needs 1 advantages, not a str of 1"),
+        ([[0.0], [1.0]], "group 0 of 2 scores needs 2 advantages, not a list of 1"),
+        ([[0.0, True], [0.0]], "group 0 holds a value of type bool instead of a float"),
+        ([[0.0, 1.0], ["1"]], "group 1 holds a str of 1 instead of a float"),
+        ([[0.0, 1.0], [None]], "group 1 holds a value of type NoneType instead of a float"),
     ],
 )
 def test_what_an_estimator_may_not_give(made: object, wrong: str) -> None:

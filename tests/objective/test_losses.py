@@ -30,8 +30,8 @@ TOKENS = LossInput(
 )
 def test_what_a_loss_may_not_give(made: object, wrong: str) -> None:
     with pytest.raises(PluginError) as caught:
-        check_surrogate(made, TOKENS, "mine:loss")
-    assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' gave {wrong}"
+        checked(made, TOKENS, "mine:loss")
+    assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' returned {wrong}"
 
 
 def test_two_tensors_of_the_tokens_shape_pass() -> None:

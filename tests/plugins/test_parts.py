@@ -195,10 +195,10 @@ def test_everything_that_is_wrong_is_told_at_once(written: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return [[0.0] * len(g) for g in groups[:-1]]", "3 groups want 3 lists, not a list of 2"),
-        ("return [[0.0] for g in groups]", "group 0 of 4 scores wants 4 advantages, not a list of 1"),
-        ("return 0.5", "3 groups want 3 lists, not a value of type float"),
-        ("return [['0'] * len(g) for g in groups]", "group 0 holds a str of 1 where a float is wanted"),
+        ("return [[0.0] * len(g) for g in groups[:-1]]", "3 groups need 3 lists, not a list of 2"),
+        ("return [[0.0] for g in groups]", "group 0 of 4 scores needs 4 advantages, not a list of 1"),
+        ("return 0.5", "3 groups need 3 lists, not a value of type float"),
+        ("return [['0'] * len(g) for g in groups]", "group 0 holds a str of 1 instead of a float"),
         ("return [[(s - sum(g) / len(g)) / (max(g) - min(g)) for s in g] for g in groups]", "it raised ZeroDivisionError"),
         ("return [[float('nan')] * len(g) for g in groups]", "which is not finite"),
         ("import random; return [[random.random() for _ in g] for g in groups]", "make it a pure function"),
@@ -213,9 +213,9 @@ def test_an_estimator_is_tried_on_a_tiny_step(body: str, said: str, written: Any
 
 
 LOSSES = [
-    ("return tokens.log_ratio.exp() * tokens.advantages", "gave a Tensor"),
-    ("return (tokens.advantages.sum(), tokens.advantages > 0)", "gave shapes [] and [5] for [5] tokens"),
-    ("return (tokens.log_ratio * 2, tokens.advantages)", "gave types torch.float32 and torch.float32"),
+    ("return tokens.log_ratio.exp() * tokens.advantages", "returned a Tensor"),
+    ("return (tokens.advantages.sum(), tokens.advantages > 0)", "returned shapes [] and [5] for [5] tokens"),
+    ("return (tokens.log_ratio * 2, tokens.advantages)", "returned types torch.float32 and torch.float32"),
     ("return (tokens.log_ratio / tokens.log_ratio.new_zeros(()), tokens.advantages > 0)", "which is not finite"),
     ("return (tokens.log_ratio.detach() * tokens.advantages, tokens.advantages > 0)", "its term does not depend on the policy"),
     ("return (tokens.log_ratio[:, 0], tokens.advantages > 0)", "it raised IndexError"),

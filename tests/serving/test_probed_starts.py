@@ -70,7 +70,9 @@ async def test_nothing_is_sampled_by_weights_that_disagree_with_their_reference(
     registry = open_registry(tmp_path)
     policy = SupervisedServer(RECIPE.but("serving.startup_timeout_s=0.2"), tmp_path, registry)
     ScriptedServer.difference = 2.4
-    with pytest.raises(ServingError, match=r"started with version 0 and differs by 2.4 nats from .*probe.json; .*probe_max_abs_diff=0.001"):
+    with pytest.raises(
+        ServingError, match=r"started with version 0, and its logprobs differ by 2.4 nats from .*probe.json; .*probe_max_abs_diff=0.001"
+    ):
         await policy.start(version(registry, 0))
     assert not policy.accepts_requests
     with pytest.raises(ServingError, match="did not come back"):
@@ -86,7 +88,7 @@ async def test_a_successor_that_disagrees_ends_the_run(tmp_path: Path) -> None:
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     ScriptedServer.difference = float("nan")
     ScriptedServer.started[-1].dead = True
-    with pytest.raises(ServingError, match="differs by nan nats"):
+    with pytest.raises(ServingError, match="differ by nan nats"):
         await asyncio.wait_for(watcher, 60)
     assert not policy.accepts_requests
     await policy.close()
@@ -139,7 +141,7 @@ async def test_the_tolerance_is_the_recipes_to_the_digit(tmp_path: Path, differe
     if serves:
         await policy.start(version(registry, 1))
     else:
-        with pytest.raises(ServingError, match=r"differs by 0\.001 nats"):
+        with pytest.raises(ServingError, match=r"differ by 0\.001 nats"):
             await policy.start(version(registry, 1))
     assert policy.accepts_requests is serves
     await policy.close()
@@ -171,7 +173,7 @@ async def test_a_judge_that_a_run_has_published_is_held_to_its_reference(
     if serves:
         await server._prepare(control)
     else:
-        with pytest.raises(ServingError, match="the judge's server mine differs"):
+        with pytest.raises(ServingError, match="the logprobs of judge server mine differ"):
             await server._prepare(control)
     await control.close()
 

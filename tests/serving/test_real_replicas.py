@@ -65,7 +65,7 @@ async def test_two_servers_are_one_policy_through_a_swap_and_a_death(tmp_path: P
             server = policy._replicas[0]._server
             assert server is not None and server.pid is not None
             os.killpg(server.pid, signal.SIGKILL)
-            await until(lambda: policy._able() == [1])  # until that is noticed, a request may be lost on a connection
+            await until(lambda: policy._ready() == [1])  # until that is noticed, a request may be lost on a connection
             assert await turn("e0", 3, version=1) == 1, "from its exact tokens, without waiting for the restart"
     finally:
         watcher.cancel()

@@ -233,7 +233,7 @@ async def test_requests_that_no_replica_can_take_wait_for_the_first_that_comes_b
         watcher.cancel()
         for server in Server.newest.values():
             server.dead = True
-        with pytest.raises(ServingError, match="none of the inference servers came back"):
+        with pytest.raises(ServingError, match="no inference server came back"):
             await ask(policy, "e")
 
 
@@ -284,7 +284,7 @@ async def test_a_replica_that_starts_while_the_others_take_a_version_in_gets_no_
             nonlocal behind
             if server.replica == 1:
                 behind += 1
-                assert policy._able() == [0, 2], "it is up, and behind"
+                assert policy._ready() == [0, 2], "it is up, and behind"
                 assert {(await ask(policy, f"new{n}"))[1] for n in range(6)} == {1}
 
         with pytest.MonkeyPatch.context() as patch:
@@ -295,7 +295,7 @@ async def test_a_replica_that_starts_while_the_others_take_a_version_in_gets_no_
             assert policy.version == 1
             Channel.during = during
             stale.set()
-            await until(lambda: policy._able() == [0, 1, 2])
+            await until(lambda: policy._ready() == [0, 1, 2])
         assert Server.started[-1] == (1, 0) and weights() == [1, 1, 1] and behind > 0
 
 
@@ -322,7 +322,7 @@ async def test_a_replica_that_refuses_what_another_took_in_is_replaced(tmp_path:
         first = Server.newest[1]
         Channel.during = during
         await policy.swap(publish(registry, 1))
-        assert policy.version == 1 and first.reason == "it refuses version 1"
+        assert policy.version == 1 and first.reason == "it rejects version 1"
         await until(lambda: weights() == [1, 1, 1])
         assert policy.restarts == 1
 
@@ -362,7 +362,7 @@ async def test_all_replicas_go_back_with_a_learner_that_has_retracted_a_version(
         original, able = Server.start, []
 
         async def watched(server: Server) -> None:
-            able.append(policy._able())
+            able.append(policy._ready())
             await original(server)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -381,14 +381,14 @@ async def test_a_replica_begins_with_what_the_others_serve_and_the_last_one_with
             await policy.swap(publish(registry, number))
         registry.set_state(2, VersionState.ROLLED_BACK)  # it serves until its successor is there
         Server.newest[1].dead = True
-        await until(lambda: policy.restarts == 1 and policy._able() == [0, 1, 2])
+        await until(lambda: policy.restarts == 1 and policy._ready() == [0, 1, 2])
         assert Server.started[-1] == (1, 2) and policy.version == 2
         for server in Server.newest.values():
             server.dead = True
         for replica in policy._replicas:  # all are seen dead at once: one that is seen alone is started with what the others serve
             replica._gone = replica._server
         assert (await ask(policy, "e"))[1] == policy.version == 1, "what was not rolled back"
-        await until(lambda: policy._able() == [0, 1, 2])
+        await until(lambda: policy._ready() == [0, 1, 2])
         await policy.swap(publish(registry, 3))
         assert weights() == [3, 3, 3]
 
@@ -398,7 +398,7 @@ async def test_a_replica_that_does_not_start_any_more_is_given_up_and_the_last_o
         Server.broken |= {0, 1, 2}
         for victim, left in ((1, [0, 2]), (2, [0])):
             Server.newest[victim].dead = True
-            while policy._able() != left:
+            while policy._ready() != left:
                 await asyncio.sleep(0.005)
             assert (await ask(policy, "e"))[0] in left and not watcher.done()
         await policy.swap(publish(registry, 1))
@@ -447,7 +447,7 @@ async def test_no_request_is_ever_sampled_with_less_than_what_the_run_served(
             await asyncio.sleep(0.01)
         killer.cancel()
         await asyncio.gather(*players)
-        await until(lambda: weights() == [6, 6, 6] and len(policy._able()) == 3)
+        await until(lambda: weights() == [6, 6, 6] and len(policy._ready()) == 3)
         assert wrong == [] and answered > 100 and policy.restarts > 1
         assert policy._routing.loads == [0, 0, 0]
 

@@ -226,7 +226,7 @@ async def test_a_server_that_answers_with_another_version_is_refused(tmp_path: P
     answer = generated([7], version="4") | {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}, {"3": {"logprob": -2.0}}]}
     version = publish(tmp_path, 5)
     async with channel(tmp_path, Engine(generate=answer)) as (to, _, _):
-        with pytest.raises(SwapError, match=r"answered the probe of version 5 with \['4'\]"):
+        with pytest.raises(SwapError, match=r"answered the probe of version 5 with versions \['4'\]"):
             await swap(to, tmp_path, version)
 
 
@@ -290,9 +290,9 @@ async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go
         with pytest.raises(SwapError, match=r"must be restarted: .*gone"):
             await swap(to, tmp_path, version)
         assert server.weights.on_probation is None
-        with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
-            await asyncio.wait_for(server.weights.wait_verified([5]), timeout=5)
-        await server.weights.wait_verified([0])
+        with pytest.raises(ServingError, match=r"rejected after the swap .version 5."):
+            await asyncio.wait_for(server.weights.settle([5]), timeout=5)
+        await server.weights.settle([0])
         assert not await server.alive() and "gone" in server.end
 
 
@@ -303,8 +303,8 @@ async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_pr
         before = server.weights.cache_salt
         with pytest.raises(SwapError, match="differ by 7 nats"):
             await swap(to, tmp_path, version)
-        with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
-            await asyncio.wait_for(server.weights.wait_verified([5, 0]), timeout=5)
+        with pytest.raises(ServingError, match=r"rejected after the swap .version 5."):
+            await asyncio.wait_for(server.weights.settle([5, 0]), timeout=5)
         assert server.weights.cache_salt.startswith("v0-") and server.weights.cache_salt != before
 
 
@@ -363,7 +363,7 @@ async def test_a_whole_file_beside_a_delta_is_what_is_checked(tmp_path: Path) ->
         await swap(to, tmp_path, version)
         calls = len(script.calls)
         (folder / deltas.WEIGHTS).write_bytes(b"X" + (folder / deltas.WEIGHTS).read_bytes()[1:])
-        with pytest.raises(SwapError, match=r"model.safetensors is not the file that was published"):
+        with pytest.raises(SwapError, match=r"model.safetensors is not the published file"):
             await swap(to, tmp_path, version)
         assert len(script.calls) == calls and server.weights.number == 5
 

@@ -68,14 +68,14 @@ async def serving(tmp_path: Path, engine: Engine) -> AsyncIterator[Server]:
             yield server
         finally:
             control, server._process = server._control, None
-            if server._asked is not None:
-                server._asked.cancel()
+            if server._token_task is not None:
+                server._token_task.cancel()
             await control.close()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_PULSE_S", 0.02)
+    monkeypatch.setattr(process, "_CHECK_S", 0.02)
     monkeypatch.setattr(process, "HEALTH_TIMEOUT_S", 0.1)
 
 

@@ -159,7 +159,7 @@ DECIDES = (
     *("name", "seed", "max_staleness", "device", "store", "store_options"),
     *("policy.*", "tasks.*", "tools.*", "memory.*", "objective.*", "critic.*"),
     *("learner.lr", "learner.warmup_steps", "learner.lr_schedule", "learner.weight_decay", "learner.max_grad_norm", "learner.lora.*"),
-    *("learner.minibatches", "learner.share_prefixes", "learner.kernels", "learner.offload"),
+    *("learner.minibatches", "learner.kernels", "learner.offload"),
     *("judge_servers.x.model", "judge_servers.x.dtype", "judge_servers.x.max_model_len"),
     *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction.*", "rollout.instructions"),
     *("rollout.group_size", "rollout.groups_per_step", "rollout.spare_attempts", "rollout.stop_equal_after", "rollout.extra_groups"),
