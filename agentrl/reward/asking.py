@@ -1,4 +1,4 @@
-"""Asking one verifier: whatever it does, there is a score, or a reason for having none, before its deadline."""
+"""Calls one verifier. Whatever the verifier does, its caller gets a score, or a reason for a missing score, before the deadline."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from agentrl.records import Blame, Episode, Score, Task, Trajectory
 log = logging.getLogger(__name__)
 
 MAX_EVIDENCE = 20_000
-"""Characters kept of a verifier's evidence."""
+"""Maximum length of a verifier's evidence, in characters."""
 MAX_PARTS = 1000
-_MAX_FILE = 20_000  # bytes of an output that are searched for words that an error repeats
-_CLOSING_S = 30.0  # for a verifier to close its sandboxes at its deadline
+_MAX_FILE = 20_000  # bytes of an output that are searched for text repeated in an error
+_CLOSING_S = 30.0  # time for a verifier to close its sandboxes after its deadline
 
 
 class NotAScore(Exception):
@@ -31,22 +31,22 @@ class NotAScore(Exception):
 
 
 class Late(InfrastructureError):
-    """What a verifier asked gave no answer in time, or was killed: by a fault, or because of what an episode says."""
+    """A verifier's server or subprocess did not answer in time, or was killed. The cause is a fault or the text of the episode."""
 
 
 class NotInTask(KeyError):
-    """A verifier asked a task's `data` for a key that it does not have: the truth of a task that somebody put together without one."""
+    """A verifier read a key of `Task.data` that does not exist, usually the truth of a hand-made task."""
 
 
 class _Data(dict[str, Any]):
-    """A task's `data`, whose lacks are told from a verifier's own mistakes with other mappings."""
+    """`Task.data` with its own error for missing keys, which separates them from a verifier's mistakes with other mappings."""
 
     def __missing__(self, key: str) -> Any:
         raise NotInTask(key)
 
 
 def watched(task: Task) -> Task:
-    """The same task, as a verifier gets it: `task.data[key]` of a key that is not there raises `NotInTask`, which is a KeyError."""
+    """A copy of the task for a verifier: `task.data[key]` raises `NotInTask`, a KeyError, for a missing key."""
     if isinstance(task.data, _Data):
         return task
     seen = copy.copy(task)
@@ -55,26 +55,27 @@ def watched(task: Task) -> Task:
 
 
 def lacking(task: Task, error: BaseException, reader: str) -> TaskError | None:
-    """What is wrong with a task that lacks what `reader` reads; None where something else went wrong."""
+    """The error for a task without a key that `reader` reads; None if the cause of `error` is something else."""
     if (lack := usercode.cause(error, NotInTask)) is None:
         return None
     key = usercode.printable(repr(lack.args[0]), 80)
     return TaskError(
         f"task {task.id}: data has no {key}, which {reader} reads",
-        fix="put it there: a task that was captured brings no truth of its own; or name a verifier that needs none",
+        fix="add the key (a captured task has no truth of its own), or use a verifier that needs no truth",
     )
 
 
 async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float) -> Score:
-    """The verifier's score, checked and clipped to its bounds; without a value and with a reason if the verifier fails. The blame is the
-    policy's if the episode's text may have made the verifier fail; the caller must check that.
+    """Returns the verifier's score, validated and clipped to its bounds; if the verifier fails, a score without a value and with a reason.
+
+    The blame is the policy's if the text of the episode may have caused the failure; the caller must check that.
 
     Args:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
 
     Raises:
-        InfrastructureError: the verifier raised it, or reported an outage (`agentrl.outages`); the caller retries.
-        Late: the outage is a server that did not answer in time, or a killed program of the verifier, which the episode may have caused.
+        InfrastructureError: the verifier raised it, or reported an outage (`agentrl.outages`). The caller retries.
+        Late: the outage is a server that did not answer in time, or a killed subprocess of the verifier; the episode may be the cause.
     """
     grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
     since = usercode.cancellations()
@@ -84,11 +85,11 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         return checked(given, [len(trajectory.turns) for trajectory in episode.trajectories], bounds=bounds_of(verifier))
     except usercode.Overdue as error:
         usercode.report(what, error, trace=False)
-        return Score(value=None, reason=f"verifier gave no score within {timeout_s:g} s", blame=Blame.POLICY)
+        return Score(value=None, reason=f"verifier returned no score within {timeout_s:g} s", blame=Blame.POLICY)
     except NotAScore as error:
         usercode.report(what, error, trace=False)
-        return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}", blame=Blame.POLICY)
-    except BaseException as error:  # user code may raise anything; the episode is then unscored
+        return Score(value=None, reason=f"verifier returned {usercode.text_of(error, 500)}", blame=Blame.POLICY)
+    except BaseException as error:  # user code may raise anything
         if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
             raise
         if (fault := usercode.cause(error, InfrastructureError)) is not None:
@@ -104,7 +105,7 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
 
 
 def said_in(episode: Episode) -> list[Any]:
-    """What a verifier may repeat of an episode in the text of its errors."""
+    """The texts of an episode that a verifier's error message may repeat."""
     messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = [call.arguments for message in messages for call in message.tool_calls]
     files = [content[:_MAX_FILE].decode(errors="replace") for content in episode.outputs.values()]
@@ -112,11 +113,11 @@ def said_in(episode: Episode) -> list[Any]:
 
 
 HARMLESS = (None, "", "0")
-"""Answers that every working verifier can score."""
+"""Control answers: every working verifier can score them."""
 
 
 def harmless(episode: Episode, answer: str | None) -> Episode:
-    """The episode as if its agent had only submitted `answer`."""
+    """A control episode: the same task, but the agent only submitted `answer`."""
     nothing = (Trajectory(agent="main", turns=(), stop_reason="answered"),)
     return Episode(id=f"{episode.id}.control", task_id=episode.task_id, task_key=episode.task_key, trajectories=nothing, answer=answer)
 
@@ -129,41 +130,42 @@ async def _call(verifier: Any, task: Task, episode: Episode, sandboxes: SandboxB
 
 
 def checked(given: object, turns: Sequence[int], *, bounds: tuple[float, float] | None = None) -> Score:
-    """The score, cut to its bounds. Raises `NotAScore`.
+    """Returns the score with its texts truncated. Raises `NotAScore` if it is invalid.
 
     Args:
         turns: number of turns of each trajectory.
-        bounds: least and largest value that is one.
+        bounds: smallest and largest valid value.
     """
     if not isinstance(given, Score):
         raise NotAScore(f"{type(given).__name__}, not a Score")
     numbers = (given.value or 0.0, *given.parts.values(), *(turn for line in given.turn_rewards for turn in line))
     numbers += tuple(said for said in (*given.branches, *given.without) if said is not None)
     if (odd := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
-        raise NotAScore(f"{odd} for a number")
+        raise NotAScore(f"{odd} instead of a finite number")
     if bounds is not None and given.value is not None and not bounds[0] <= given.value <= bounds[1]:
-        raise NotAScore(f"{given.value:g}, and its values go from {bounds[0]:g} to {bounds[1]:g}")
+        raise NotAScore(f"{given.value:g}, outside its bounds {bounds[0]:g} to {bounds[1]:g}")
     if len(given.parts) > MAX_PARTS:
-        raise NotAScore(f"{len(given.parts)} parts, at most {MAX_PARTS} are kept")
+        raise NotAScore(f"{len(given.parts)} parts, more than {MAX_PARTS}")
     if given.turn_rewards and [len(line) for line in given.turn_rewards] != list(turns):
-        raise NotAScore(f"turn rewards that do not fit the episode's turns {list(turns)}")
+        raise NotAScore(f"turn rewards that do not match the episode's turns {list(turns)}")
     if {len(given.branches), len(given.without)} - {0, len(turns)}:
-        raise NotAScore(f"branches or without that do not fit the episode's {len(turns)} trajectories")
+        raise NotAScore(f"branches or without that do not match the episode's {len(turns)} trajectories")
     return replace(given, evidence=given.evidence[:MAX_EVIDENCE], reason=given.reason[:2000])
 
 
 def needs_sandboxes(verifier: object) -> bool:
+    """Whether the verifier takes a sandbox backend as a third argument."""
     return bool(getattr(verifier, "needs_sandboxes", False))
 
 
 def limit_of(verifier: object, default_s: float) -> float:
-    """Seconds that a verifier may take: what it says itself (`PreparedVerifier.timeout_s`), as one does that waits for a server."""
+    """The deadline of a verifier in seconds: its own `timeout_s` if it has one (`PreparedVerifier`), else `default_s`."""
     said = getattr(verifier, "timeout_s", None)
     return float(said) if isinstance(said, int | float) and 0 < said < math.inf else default_s
 
 
 def prepare(verifier: object, *, root: Path, folder: Path | None) -> None:
-    """Prepares a `PreparedVerifier`; nothing for any other. Raises `UserError` where it refuses to be used, or would end the command."""
+    """Calls `prepare` of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, also if it tries to exit the process."""
     if (ready := getattr(verifier, "prepare", None)) is None:
         return
     try:
@@ -173,11 +175,11 @@ def prepare(verifier: object, *, root: Path, folder: Path | None) -> None:
             raise
         raise PluginError(
             f"prepare() of verifier {type(verifier).__name__} raised {usercode.describe(error)} ({location(error)})",
-            fix="raise agentrl.errors.UserError there, with what to do",
+            fix="raise agentrl.errors.UserError there, with a fix",
         ) from error
 
 
 def bounds_of(verifier: object) -> tuple[float, float] | None:
-    """The least and the largest value that a verifier says it gives; None: it says nothing, and any finite value is one."""
+    """The smallest and largest value that a verifier declares; None means any finite value."""
     low, high = getattr(verifier, "bounds", None) or (None, None)
     return None if low is None or high is None else (float(low), float(high))

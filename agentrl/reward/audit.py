@@ -1,7 +1,7 @@
-"""The audit: verifiers that judge every episode beside those of its task. What they say is logged, and never becomes a reward.
+"""The audit: verifiers that score every episode for monitoring only. Their values are logged and never become a reward.
 
-Their mean is the part `audit` of an episode's score, each of them `audit/NAME`. An audit without a value leaves no part, and takes
-nothing from the score.
+The part `audit` of an episode's score is their mean; the parts `audit/NAME` are the single values. An audit without a value adds no part
+and does not change the score.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from agentrl.records import Score, ScoredEpisode, Task
 from agentrl.scores import reaches
 
 AUDIT = "audit"
-HALF = 0.5  # an audit below this share of the reward contradicts it
-_SAID = 1000  # characters kept of what the audit says
+HALF = 0.5  # an audit below this fraction of the reward contradicts it
+_SAID = 1000  # maximum length of a message, in characters
 
 
 def audited(score: Score, audits: Mapping[str, Score]) -> Score:
-    """A score with what its audits say, by the verifiers' names: parts and evidence; value, reason and turn rewards stay."""
+    """Adds the audits, by the verifiers' names, to the parts and the evidence of a score. Value, reason and turn rewards stay the same."""
     values = {name: audit.value for name, audit in audits.items() if audit.value is not None and math.isfinite(audit.value)}
     parts = {name: value for name, value in score.parts.items() if name != AUDIT and not name.startswith(f"{AUDIT}/")}
     parts |= {f"{AUDIT}/{name}": value for name, value in values.items()}
@@ -31,7 +31,7 @@ def audited(score: Score, audits: Mapping[str, Score]) -> Score:
 
 
 def disagreement(task: Task, scored: ScoredEpisode, *, below: float) -> str:
-    """Why the audit says that a score was not earned; empty where it does not, or there is none.
+    """Why the audit contradicts a score; empty if it does not, or if there is no audit.
 
     A score of at least `below` is contradicted by an audit of less than half of it.
     """
@@ -40,4 +40,4 @@ def disagreement(task: Task, scored: ScoredEpisode, *, below: float) -> str:
     if value is None or audit is None or not reaches(value, below) or value <= 0 or reaches(audit, HALF * value):
         return ""
     about = "; ".join(line for line in scored.score.evidence.splitlines() if line.startswith("audit "))
-    return usercode.printable(f"the audit gives {audit:g} where the reward is {value:g}{about and ': '}{about}", _SAID)
+    return usercode.printable(f"the audit is {audit:g}, but the reward is {value:g}{about and ': '}{about}", _SAID)

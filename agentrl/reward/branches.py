@@ -1,4 +1,4 @@
-"""What several verifiers say together of the single trajectories of an episode."""
+"""Combines the scores that several verifiers give to single trajectories of an episode."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from agentrl.records import Score
 
 
 def combined(scores: Sequence[Score], weights: Sequence[float], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
-    """The weighted sum over verifiers, trajectory by trajectory, of what they say; empty when none says anything.
+    """The weighted sum over verifiers for each trajectory; empty if no verifier scores trajectories.
 
-    One that says nothing of a trajectory stands by its value of the whole episode: it is worth that by itself, and would be worth that
-    without it. None where no verifier says anything.
+    A verifier without a value for a trajectory contributes its value of the episode. An entry is None if no verifier has a value for it.
 
     Args:
-        scores: each with a value.
-        weights: one for each, which add up to 1.
+        scores: scores with a value.
+        weights: one weight for each score; they sum to 1.
     """
     given: list[tuple[float | None, ...]] = [getattr(score, name) for score in scores]
     return tuple(
@@ -34,6 +33,6 @@ def _value(score: Score, said: float | None) -> float:
 
 
 def with_branches(made: Score, scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """A combined score with what its parts say of single trajectories."""
+    """Adds the weighted scores of single trajectories to a combined score."""
     some, theirs = list(scores.values()), [weights[name] for name in scores]
     return replace(made, branches=combined(some, theirs, "branches"), without=combined(some, theirs, "without"))

@@ -1,13 +1,12 @@
-"""Clean-room grading: hidden tests judge declared outputs in fresh sandboxes, after the agent's last action.
+"""Clean-room grading: hidden tests grade declared outputs in fresh sandboxes, after the agent's last action.
 
-In mode `judge` even those are separate. The host performs the task's runs in a sandbox with the task's files and the outputs, and
-takes the results as data; the judging code then runs in another sandbox with this data and the tests, which never runs a program
-under test. So a program can neither read what it is compared with nor write a report of the tests. The other modes run tests and
-code under test in one sandbox; docs/security.md says what that costs.
+In mode `judge` the tests and the programs under test are also separated. The host executes the task's runs in a sandbox with the task's
+files and the outputs, and reads the results as data. The tests then run in a second sandbox that holds this data but never executes a
+program under test. So a program can neither read the expected values nor forge a test report. The other modes run tests and code under
+test in one sandbox; docs/security.md describes the risk.
 
-A test has passed only if it reports so. In mode `harbor` the value is the reward that the tests wrote. When tests break instead of
-reporting, the gold solution is graded in the same way, once for each task: if that breaks too, the task is to blame, else the
-outputs are.
+A test has passed only if it reports so. In mode `harbor` the value is the reward that the tests wrote. If tests break instead of
+reporting, the gold solution is graded in the same way, once for each task: if it breaks too, the task is to blame, else the outputs are.
 """
 
 from __future__ import annotations
@@ -31,21 +30,25 @@ JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
     (INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child", "harbor")
 )
 RUN_OUTPUT_BYTES = 128 << 10
-"""Bytes kept of stdout, and of stderr, of one run."""
+"""Maximum size of stdout, and of stderr, of one run."""
 READ_BYTES = 4 << 20
-"""Largest total size of the files that runs write."""
+"""Maximum total size of the files that runs write."""
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
 LATE_RETRIES = 1
-"""How often a grading that exceeded a time limit is repeated before it scores."""
+"""How often a grading that exceeded a time limit is repeated before it counts."""
 OPEN_S = 300.0
-"""Deadline for opening a sandbox; it may have to wait until an episode closes its own."""
+"""Deadline for opening a sandbox. A sandbox may become free only when an episode closes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Results of the tests. `said`: test -> "" or its error. `broken`: why there is no complete report. `untouched`: it broke before
-    any of the agent's files was read. `reward`: the value, where the tests give one. `late`: something ran into its time limit."""
+    """Results of the tests.
+
+    `said` maps each test to its error ("" if it passed). `broken` says why there is no complete report, and `untouched` whether that
+    happened before any of the agent's files was read. `reward` is the value that the tests wrote, if any. `late` means that a time limit
+    was exceeded.
+    """
 
     reward: float | None = None
     said: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +58,7 @@ class Outcome:
 
 
 class CleanRoom:
-    """The verifier of task folders: 1 when every test passes, else 0; `parts["tests"]` is the share that passes (a `SandboxVerifier`)."""
+    """The verifier of task folders: 1 if every test passes, else 0. `parts["tests"]` is the share of tests that pass."""
 
     needs_sandboxes = True
 
@@ -63,7 +66,7 @@ class CleanRoom:
         self._gold: dict[str, Outcome] = {}
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
-        """Raises `InfrastructureError`, and `TaskError` when the tests are broken."""
+        """Grades the outputs of the episode. Raises `InfrastructureError`, and `TaskError` if the tests are broken."""
         plan = grading_of(task)
         if not episode.outputs and not episode.removed:
             return Score(value=0.0, parts={"tests": 0.0}, evidence="none of the declared outputs exists")
@@ -82,7 +85,7 @@ class CleanRoom:
         return Score(value=float(right), parts={"tests": len(passed) / len(expected)}, evidence=evidence)
 
     async def _prove(self, task: Task, plan: Grading, outcome: Outcome, sandboxes: SandboxBackend) -> None:
-        """Raises `TaskError` when it is not the agent's fault that the tests break."""
+        """Raises `TaskError` if the tests break for another reason than the agent's outputs."""
         if outcome.untouched:
             raise TaskError(f"task {task.id}: its tests do not load: {outcome.broken}", fix="run agentrl check on the family")
         if not plan.gold:
@@ -100,14 +103,16 @@ class CleanRoom:
 
 
 grade = CleanRoom()
-"""The verifier's reference in tasks: `agentrl.reward.cleanroom:grade`."""
+"""Tasks refer to this verifier as `agentrl.reward.cleanroom:grade`."""
 
 
 async def grade_outputs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, *, removed: Sequence[str] = ()
 ) -> Outcome:
-    """Runs a task's tests on outputs, in fresh sandboxes. If anything exceeds its time limit, all tests are repeated up to `LATE_RETRIES`
-    times, because the machine may have been slow. Raises `InfrastructureError`."""
+    """Runs a task's tests on outputs in fresh sandboxes. Raises `InfrastructureError`.
+
+    If anything exceeds its time limit, all tests are repeated up to `LATE_RETRIES` times, because the machine may have been slow.
+    """
     for _ in range(LATE_RETRIES):
         outcome = await _graded(task, plan, outputs, sandboxes, removed)
         if not outcome.late:
@@ -122,7 +127,7 @@ async def _graded(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandb
         if plan.mode == "judge":
             return await _judge(task, plan, outputs, sandboxes)
         return await _contained(task, plan, outputs, sandboxes)
-    except ValueError as error:  # the sandbox refused files: too large, or a name too long
+    except ValueError as error:  # the sandbox rejected files: too large, or a name too long
         if isinstance(error, TaskError):
             raise
         return Outcome(broken=f"the outputs cannot be placed in a sandbox: {error}"[:500])
@@ -145,7 +150,7 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
     lines = _report(done, secret)
     loaded = lines[0].get("loaded") if lines else None
     if not isinstance(loaded, list) or not _are_texts(loaded):
-        return Outcome(broken=_ending(done), untouched=not done.truncated, late=late)  # so much is said of what the agent handed in
+        return Outcome(broken=_ending(done), untouched=not done.truncated, late=late)  # output about the agent's files may be cut
     said = _texts({line.get("test"): line.get("error") for line in lines[1:] if _are_texts([line.get("test")])})
     complete = len(said) == len(lines) - 1 and set(loaded) == set(said) and done.exit_code == 0
     return Outcome(said=said, broken="" if complete else _ending(done), late=late)
@@ -154,7 +159,9 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
 async def _perform(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Performs every run, in a sandbox without tests: results in order, and `<number of the run>/<path>` -> file it wrote."""
+    """Executes all runs in a sandbox without tests. Returns the results in order, and `<index of the run>/<path>` -> file that the run
+    wrote.
+    """
     results: list[dict[str, Any]] = []
     written: dict[str, bytes] = {}
     tests, below = plan.files(), overlay(task.contents(), outputs)
@@ -200,7 +207,7 @@ async def _one_run(run: Run, sandbox: Sandbox, tests: Mapping[str, bytes]) -> di
 
 
 async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
-    """Those of `paths` that are regular files within `left` bytes; for the tests the others are missing."""
+    """Those of `paths` that are regular files, within `left` bytes in total. The tests see the others as missing."""
     files: dict[str, bytes] = {}
     for path in paths:
         try:
@@ -234,7 +241,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
 
 
 async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend) -> Outcome:
-    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes; its reward file is the value."""
+    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes. The reward file holds the value."""
     secret = secrets.token_hex(16)
     gone = [path for path in removed if plain_path(path) and path not in outputs]
     request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()
@@ -256,10 +263,10 @@ async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], remov
 
 
 def _report(done: ExecResult, secret: str) -> list[dict[str, Any]]:
-    """The lines of a report, each an object; none if there is anything else, since only the reporting program has that stdout."""
+    """The report's lines as objects; empty if stdout contains anything else, because only the reporting program writes to this stdout."""
     *texts, rest = done.stdout.split("\n")
     lines = [text.partition(" ") for text in texts]
-    if rest or any(mark != secret for mark, _, _ in lines):  # where stdout is cut, a line says so; tests may print more than is kept
+    if rest or any(mark != secret for mark, _, _ in lines):  # also if stdout was truncated, which a line of it says
         return []
     try:
         report = [json.loads(text) for _, _, text in lines]

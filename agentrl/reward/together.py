@@ -1,7 +1,7 @@
-"""Scores all attempts of a group together, once they are done: a judge that compares them, alone or beside the verifiers of the task.
+"""Scores all attempts of a group together after they have ended, with a judge that compares them and optionally the verifiers of the task.
 
-An attempt that was left out is not shown. What the judge gives no value for is unscored and masked, never 0. An attempt whose words make
-the judge fail gets the lowest value: it cannot take its group out.
+The judge does not see excluded attempts. An attempt without a value from the judge is unscored and masked, never 0. An attempt whose text
+makes the judge fail gets the lowest value, so it cannot exclude its group.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from agentrl.reward.scorer import TaskScorer
 
 log = logging.getLogger(__name__)
 
-_FEWEST = 2  # attempts that can be compared
+_FEWEST = 2  # attempts that a judge can compare
 _REASON = 2000  # characters
 
 
 def load_group_judge(reference: str) -> GroupJudge:
-    """The judge that a recipe names in `tasks.group_judge`. Raises `PluginError` for anything that cannot be asked about a group."""
+    """Loads the judge of `tasks.group_judge`. Raises `PluginError` for anything that is not a `GroupJudge`."""
     found = resolve(reference)
     if lacks := shortfalls(found, GroupJudge) if callable(found) else []:
         raise PluginError(f"tasks.group_judge {reference!r}: {lacks[0].problem}", fix=lacks[0].fix)
     if not callable(found) or isinstance(found, type):
-        raise PluginError(f"tasks.group_judge {reference!r} is no judge of groups", fix="name an object such as Listwise(endpoint=...)")
+        raise PluginError(f"tasks.group_judge {reference!r} is not a group judge", fix="refer to an object such as Listwise(endpoint=...)")
     if "episode" in inspect.signature(found).parameters:
         raise PluginError(
             f"tasks.group_judge {reference!r} judges one episode at a time",
-            fix="name it in tasks.verifiers, or one that takes (task, episodes), such as Listwise",
+            fix="move it to tasks.verifiers, or use a judge that takes (task, episodes), such as Listwise",
         )
     judge: GroupJudge = found
     return judge
@@ -47,22 +47,23 @@ def load_group_judge(reference: str) -> GroupJudge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScorer:
-    """`first` when an attempt has ended, `together` when all of its group have.
+    """Scores an attempt when it has ended, and a group when all of its attempts have.
 
-    With a `weight` of 1 the judge's value is the score, and the task's verifiers are not asked; below 1 it is that share of it, and an
-    attempt that they could not score is not shown to the judge.
+    With a `weight` of 1 the judge's value is the score, and the task's verifiers do not run. With a smaller weight the score is the
+    weighted mean of both, and an attempt that the verifiers could not score is not shown to the judge.
     """
 
     judge: GroupJudge
-    name: str  # of the judge's part of a score
+    name: str  # of the part of a score that holds the judge's value
     weight: float
     alone: TaskScorer  # the verifiers of a task, and the audit
 
     async def first(self, task: Task, episode: Episode) -> Score:
+        """The score of an attempt that has ended; without a value if only the judge scores it."""
         return Score(value=None, reason=WAITS) if self.weight == 1 else await self.alone(task, episode)
 
     async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
-        """The scores of all attempts, in their order; an attempt that is not shown keeps what it has."""
+        """The scores of all attempts, in their order. An attempt that the judge does not see keeps its score."""
         shown = [index for index, one in enumerate(scored) if self._is_shown(one)]
         episodes = [scored[index].episode for index in shown]
         scores = [one.score for one in scored]
@@ -74,9 +75,9 @@ class GroupScorer:
         return not one.episode.left_out and (one.score.value is not None or one.score.reason == WAITS)
 
     async def _judged(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """One score for each episode; the same reason for all where the judge gave nothing."""
+        """One score for each episode; all without a value, with the same reason, if the judge failed."""
         if len(episodes) < _FEWEST:
-            return [Score(value=None, reason="a judge of groups compares, and there is no other attempt to compare with")] * len(episodes)
+            return [Score(value=None, reason="there is no other attempt to compare with")] * len(episodes)
         for attempt in range(self.alone.max_retries + 1):
             try:
                 scores = await self._asked(task, episodes)
@@ -89,9 +90,12 @@ class GroupScorer:
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
 
     async def _provoked(self, task: Task, episodes: Sequence[Episode], failed: Sequence[Score]) -> Sequence[Score]:
-        """The scores after the judge failed at what an attempt may have said. Each attempt is judged next to a harmless one: those at which
-        the judge fails get the lowest value, and the others are compared among themselves. A judge that fails at two harmless ones is
-        broken, and so is one that fails at no attempt alone: then there is no value. Raises `InfrastructureError` of the judge."""
+        """The scores after a failure that the text of an attempt may have provoked. Raises `InfrastructureError` of the judge.
+
+        The judge compares each attempt with a control episode. Attempts on which it fails get the lowest value, and the others are
+        compared among themselves. If it fails on two control episodes, or on no single attempt, the judge is broken and there is no
+        value.
+        """
         unscored = [replace(score, blame=None) for score in failed]
         for answer in HARMLESS:
             plain = harmless(episodes[0], answer)
@@ -107,15 +111,15 @@ class GroupScorer:
         judged = await self._judged(task, others) if others else ()
         bounds = bounds_of(self.judge)
         lowest = min((0.0, *(one.value for one in judged if one.value is not None))) if bounds is None else bounds[0]
-        told = f"{failed[0].reason}, at what this attempt says; it judges one that hands in {answer!r}"
+        told = f"{failed[0].reason}, because of this attempt's text; it judges one that submits {answer!r}"
         log.warning("group judge %s on %s: %s", self.name, task.id, told)
         rest = iter(judged)
         return [Score(value=lowest, evidence=told[:_REASON]) if provokes else next(rest) for provokes in provoking]
 
     async def _asked(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """Scores without a value whose blame is the policy's where the judge failed at what an attempt may have said.
+        """Calls the judge once. The blame of a missing value is the policy's if the text of an attempt may have caused the failure.
 
-        Raises `InfrastructureError` of the judge, or for a server that it did not reach.
+        Raises `InfrastructureError` of the judge, or for a server that it could not reach.
         """
         what, since = f"group judge {self.name}", usercode.cancellations()
         try:
@@ -125,18 +129,18 @@ class GroupScorer:
             return self._checked(given, episodes)
         except usercode.Overdue as error:
             usercode.report(what, error, trace=False)
-            reason, blame = f"group judge gave no scores within {limit:g} s", Blame.POLICY
+            reason, blame = f"group judge returned no scores within {limit:g} s", Blame.POLICY
         except NotAScore as error:
             usercode.report(what, error, trace=False)
-            reason, blame = f"group judge gave {usercode.text_of(error, 500)}", Blame.POLICY
-        except BaseException as error:  # user code may raise anything; the episodes are then unscored
+            reason, blame = f"group judge returned {usercode.text_of(error, 500)}", Blame.POLICY
+        except BaseException as error:  # user code may raise anything
             if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
                 raise
             if (fault := usercode.cause(error, InfrastructureError)) is not None:
                 raise fault from None
             broken = usercode.cause(error, TaskError) or lacking(task, error, what)
             if broken is None and (down := outage(error, said=[said for one in episodes for said in said_in(one)])) is not None:
-                raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
+                raise InfrastructureError(f"{what} reported an outage: {down.text}") from error
             usercode.report(what, error, trace=broken is None)
             reason = f"group judge raised {usercode.describe(broken or error, _REASON)}"
             blame = Blame.TASK if broken is not None else Blame.POLICY
@@ -151,7 +155,7 @@ class GroupScorer:
         return [checked(one, counts, bounds=limits) for one, counts in zip(given, turns, strict=True)]
 
     async def _joined(self, task: Task, one: ScoredEpisode, judged: Score) -> Score:
-        """An attempt's score, from the judge's and from the verifiers'."""
+        """Combines the scores of the judge and of the verifiers for one attempt."""
         if judged.value is None:
             return replace(judged, reason=f"{self.name}: {judged.reason}"[:_REASON])
         own = {self.name: judged.value, **{f"{self.name}/{part}": value for part, value in judged.parts.items()}}

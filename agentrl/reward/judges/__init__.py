@@ -1,6 +1,6 @@
-"""Judges: verifiers that ask a language model, or several. What cannot be judged is unscored, never 0.
+"""Judges: verifiers that ask one or more language models. An episode that a judge cannot judge is unscored, never 0.
 
-They are verifiers (`agentrl.protocols.Verifier`) that a recipe or a task names by reference, like any other.
+A recipe or a task refers to a judge like to any other verifier (`agentrl.protocols.Verifier`).
 """
 
 from agentrl.reward.judges.backoff import Clock, SystemClock

@@ -1,4 +1,4 @@
-"""One question to a judge model: instructions of ours, data of others, and where the answer may come from."""
+"""Queries to a judge model: our instructions, untrusted data, and the cache, budget and parsing around one query."""
 
 from __future__ import annotations
 
@@ -17,43 +17,49 @@ from agentrl.reward.judges.verdict import Abstained, Unreadable, json_object
 T = TypeVar("T")
 
 WORDING = 1
-"""Number of the wording below: with another one a judge is another judge."""
+"""Version of the prompt text below. It is part of a judge's identity, so a new version needs a new calibration."""
 
 SHORTER = 8
-"""What is kept of each text of a question that is refused is this part of it, and no less than `LEAST` characters."""
+"""If a prompt is rejected, each of its texts is shortened to this fraction, but not below `LEAST` characters."""
 LEAST = 400
 TIMES_SHORTER = 2
 
 MAX_KEPT = 4000
-"""Characters kept of an answer that could not be read."""
+"""Maximum length of a stored answer that could not be parsed, in characters."""
 
 
 class Asks(Protocol):
-    """What can be asked: a `Question`, or what another kind of model is given."""
+    """A query to a judge model: a `Question`, or the input of another kind of model."""
 
     @property
-    def data(self) -> Mapping[str, str]: ...
+    def data(self) -> Mapping[str, str]:
+        """The untrusted texts, by name."""
+        ...
 
     @property
-    def schema(self) -> Mapping[str, Any]: ...
+    def schema(self) -> Mapping[str, Any]:
+        """JSON schema of the verdict."""
+        ...
 
-    def messages(self, nonce: str) -> list[dict[str, Any]]: ...
+    def messages(self, nonce: str) -> list[dict[str, Any]]:
+        """The chat messages of the query."""
+        ...
 
     def shorter(self) -> Asks | None:
-        """With less of the data, for a model that cannot take all of it; None where that would be another question."""
+        """The query with less data, for a model that rejects the full prompt; None if a shorter query would mean something else."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a judge is asked: `Question(instructions="...", data={"answer": episode.answer}, schema=...)`."""
+    """A query in text form: `Question(instructions="...", data={"answer": episode.answer}, schema=...)`."""
 
-    instructions: str  # ours
-    data: Mapping[str, str]  # others' words, by the name under which the instructions speak of them
-    schema: Mapping[str, Any]  # of the verdict
+    instructions: str  # trusted
+    data: Mapping[str, str]  # untrusted texts, by the names that the instructions use
+    schema: Mapping[str, Any]  # JSON schema of the verdict
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
-        """As they are sent. What others said is between delimiters with `nonce` in them, and nowhere else."""
+        """The chat messages. Untrusted text appears only between delimiters that contain `nonce`."""
         names = " and ".join(f"{begin(name, nonce)} ... {end(name, nonce)}" for name in self.data)
         rules = (
             f"{self.instructions}\n\n"
@@ -68,35 +74,36 @@ class Question:
         return [{"role": "system", "content": rules}, {"role": "user", "content": f"{data}\n\n{last}"}]
 
     def shorter(self) -> Question | None:
+        """The query with each text shortened in the middle; None if all are already short."""
         data = {name: cut(text, max(len(text) // SHORTER, LEAST)) for name, text in self.data.items()}
         return replace(self, data=data) if sum(map(len, data.values())) < sum(map(len, self.data.values())) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """What a question came to: a verdict of type T in `verdict`, or None with the reason and what was said."""
+    """The result of a query: `verdict`, or None with the reason and the text of the answer."""
 
     verdict: Any = None
     reason: str = ""
     said: str = ""
-    down: bool = False  # nobody answered: a fault of the machine, or a budget that is spent
+    down: bool = False  # no answer: an infrastructure fault, or an exhausted budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """Asks an endpoint, through a ledger."""
+    """Sends queries to an endpoint, with a cache, counters and a budget."""
 
     endpoint: Endpoint
     ledger: Ledger
     budget: Budget = field(default_factory=Budget)
-    judge: str  # its identity: whose counts these are
+    judge: str  # the judge's identity, under which the ledger counts
 
     async def ask(self, question: Asks, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> Heard:
-        """The verdict that `read` finds in the answer. Never raises for what a server or a model does.
+        """Returns the verdict that `read` parses from the answer. Never raises for failures of the server or the model.
 
         Args:
             read: raises `Unreadable` or `Abstained`.
-            draw: tells questions apart that are asked again on purpose, which the cache would answer.
+            draw: distinguishes intentionally repeated queries, which the cache would answer otherwise.
         """
         key = self._key(question, draw)
         if (kept := await self.ledger.find(key)) is not None:
@@ -124,8 +131,9 @@ class Asker:
         return heard
 
     async def _answer(self, question: Asks) -> Reply:
-        """The endpoint's answer, to less of the data where the whole of it is refused: whoever is judged chooses how long it is, and in
-        what characters."""
+        """The endpoint's answer. A rejected prompt is shortened, because the judged agent chooses the length and the characters of its
+        text.
+        """
         for _ in range(TIMES_SHORTER):
             try:
                 return await self.endpoint.ask(question.messages(fresh(question.data)), schema=question.schema)
@@ -136,7 +144,7 @@ class Asker:
         return await self.endpoint.ask(question.messages(fresh(question.data)), schema=question.schema)
 
     def _key(self, question: Asks, draw: int) -> str:
-        """Of the cache: model, parameters and the whole prompt, its fresh delimiters left out."""
+        """Cache key: hash of model, parameters and the full prompt with a placeholder for the nonce."""
         return digest({"endpoint": self.endpoint.identity(), "messages": question.messages(PLACE), "schema": question.schema, "draw": draw})
 
 
@@ -149,7 +157,7 @@ ABSTAINED = "the judge abstains"
 
 
 def heard_in(reply: Reply, read: Callable[[dict[str, Any]], T]) -> Heard:
-    """The verdict that `read` finds in an answer, or why there is none."""
+    """The verdict that `read` parses from a reply, or the reason for a missing verdict."""
     if reply.problem:
         return Heard(reason=f"unreadable verdict: {reply.problem}", said=reply.text[:MAX_KEPT])
     try:

@@ -1,4 +1,4 @@
-"""A judge that ranks the answers of a group among one another."""
+"""A judge that ranks the answers of a group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from agentrl.reward.judges.quoting import cut
 from agentrl.reward.judges.showing import answer, asked, question, reference_of
 
 MOST = 16
-"""Most different answers that are ranked at once."""
-_MAX_ANSWERS = 40_000  # characters of all answers together
+"""Maximum number of different answers that are ranked together."""
+_MAX_ANSWERS = 40_000  # maximum length of all answers together, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Listwise(ModelJudge):
-    """A `GroupJudge`: ranks the answers of a group, several times in shuffled orders.
+    """A `GroupJudge` that ranks the answers of a group several times, in shuffled orders.
 
-    The value of an answer is its mean place, from 0 (last) to 1 (first); answers with the same text are ranked as one, and where there is
-    no other, each has 0.5. Every part
-    `disagreement` is 1 - W of the group, where W is Kendall's coefficient of concordance of the orders (0: all agree); above
-    `max_disagreement` the whole group is unscored. Values compare answers of one group and mean nothing beyond it.
+    The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank, and a single
+    distinct answer has 0.5. The part `disagreement` of every score is 1 - W, where W is Kendall's coefficient of concordance of the
+    rankings (0: all agree); above `max_disagreement` the group is unscored. Values are comparable only within a group.
     """
 
     orders: int = 2
@@ -41,15 +40,16 @@ class Listwise(ModelJudge):
     def __post_init__(self) -> None:
         ModelJudge.__post_init__(self)
         if not 2 <= self.orders <= 16 or not 0 <= self.max_disagreement <= 1:
-            raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="such as orders=2, max_disagreement=0.5")
+            raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="use orders=2, max_disagreement=0.5")
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
+        """One score for each episode, in their order."""
         problem, reference = question(task), reference_of(task, self.reference)
         why = [hollow(one.answer, question=asked(task), reference=reference) for one in episodes]
         texts = list(dict.fromkeys(answer(one) for one, empty in zip(episodes, why, strict=True) if not empty))
         if len(texts) > MOST:
-            return self._all(episodes, Heard(reason=f"{len(texts)} different answers, at most {MOST} are ranked at once"))
-        if len(texts) < 2 and not any(why):  # nothing is better than anything: no advantage, and no fault of anybody's
+            return self._all(episodes, Heard(reason=f"{len(texts)} different answers, more than {MOST}"))
+        if len(texts) < 2 and not any(why):  # equal answers: no advantage
             return tuple(
                 Score(value=0.5, parts={"disagreement": 0.0}, evidence=f"{self.name}: the answers are all the same") for _ in episodes
             )
@@ -58,7 +58,7 @@ class Listwise(ModelJudge):
             return self._all(episodes, heard)
         apart = disagreement(ranks)
         if apart > self.max_disagreement:
-            return self._all(episodes, Heard(reason=f"its orders disagree by {apart:.2f}, at most {self.max_disagreement:g} is allowed"))
+            return self._all(episodes, Heard(reason=f"its rankings disagree by {apart:.2f}, but the maximum is {self.max_disagreement:g}"))
         places = {text: _mean_place(index, ranks, len(texts)) for index, text in enumerate(texts)}
         values = [0.0 if empty else places[answer(one)] for one, empty in zip(episodes, why, strict=True)]
         return tuple(
@@ -70,7 +70,7 @@ class Listwise(ModelJudge):
         return tuple(unscored(self.name, heard) for _ in episodes)
 
     async def _ranks(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, Heard]:
-        """The place of each text in each order, 0 being the best; None with what went wrong."""
+        """The rank of each text in each ranking, 0 being the best; None and the failure if a ranking is missing."""
         if len(texts) < 2:
             return [[0] * len(texts)] * self.orders, Heard()
         asker = self._asker()
@@ -108,10 +108,10 @@ class Listwise(ModelJudge):
 
 
 def disagreement(ranks: Sequence[Sequence[int]]) -> float:
-    """1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939): 0 when all orders are the same.
+    """1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939): 0 if all rankings are the same.
 
     Args:
-        ranks: [orders][answers] places, without ties. Fewer than two answers cannot be ordered apart: 0.
+        ranks: [rankings][answers] ranks without ties. The result for fewer than two answers is 0.
     """
     count, orders = len(ranks[0]), len(ranks)
     if count < 2:
@@ -123,7 +123,7 @@ def disagreement(ranks: Sequence[Sequence[int]]) -> float:
 
 
 def _shuffles(count: int, orders: int, *, seed: str) -> list[list[int]]:
-    """Orders in which the answers are shown: one and its reverse first, so that no answer has the better place in both."""
+    """Orders in which the answers are shown: an order is followed by its reverse, which cancels position bias."""
     draw = random.Random(seed)
     found: list[list[int]] = []
     for number in itertools.count():
@@ -137,7 +137,7 @@ def _shuffles(count: int, orders: int, *, seed: str) -> list[list[int]]:
 
 
 def _mean_place(index: int, ranks: Sequence[Sequence[int]], count: int) -> float:
-    """From 0, the last place in every order, to 1, the first in every one."""
+    """From 0, ranked last every time, to 1, ranked first every time."""
     if count < 2:
         return 1.0
     return 1.0 - sum(one[index] for one in ranks) / (len(ranks) * (count - 1))

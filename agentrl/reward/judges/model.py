@@ -1,4 +1,4 @@
-"""What all judges that ask a model have in common: an endpoint, a ledger, a budget, and the calibration that they may demand."""
+"""Base of judges that ask one model: endpoint, ledger, budget and required calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.reward.judges.endpoint import Endpoint
 from agentrl.reward.judges.ledger import FILE, Budget, Ledger, Spent
 from agentrl.reward.judges.servers import Served
 
-_CLOSING_S = 60.0  # beyond the endpoint's patience, for everything around it
+_CLOSING_S = 60.0  # added to the endpoint's patience
 
 
 @dataclass(slots=True)
@@ -25,19 +25,19 @@ class _State:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelJudge(ABC):
-    """Base of judges that ask one model. Not a judge itself."""
+    """Base class of judges that ask one model."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     asks_reward_model: ClassVar[bool] = False
 
     endpoint: Endpoint
     name: str = "judge"
-    reference: str = "answer"  # the key of `Task.data` that holds a reference
+    reference: str = "answer"  # key of `Task.data` that holds the reference answer
     budget: Budget = field(default_factory=Budget)
-    ledger: str | None = None  # file of cache and counts, relative to the project; None: judges.sqlite of the run folder
-    calibration: str | None = None  # file of `agentrl judge calibrate`, relative to the project, without which the judge is refused
-    min_agreement: float = 0.0  # that the calibration must show, with the lower end of its interval
-    min_coverage: float = 0.0  # share of answers with a verdict that it must show, likewise
+    ledger: str | None = None  # file of cache and counters, relative to the project; None: judges.sqlite of the run folder
+    calibration: str | None = None  # required file of `agentrl judge calibrate`, relative to the project
+    min_agreement: float = 0.0  # minimum for the lower end of the interval in the calibration
+    min_coverage: float = 0.0  # the same for the share of answers with a verdict
     _state: _State = field(default_factory=_State, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -45,20 +45,20 @@ class ModelJudge(ABC):
 
     @property
     def identity(self) -> str:
-        """A hash of all that decides about its verdicts: model, parameters, prompt. Its name, its url and its budget do not."""
+        """A hash of everything that determines its verdicts: model, parameters, prompt; not its name, url or budget."""
         return digest({"kind": type(self).__name__, "wording": WORDING, "endpoint": self.endpoint.identity(), "asks": self._asks()})
 
     @property
     def timeout_s(self) -> float:
-        """How long a verdict may take: a judge that is down delays its episodes."""
+        """Deadline of a verdict in seconds. It covers the wait for a server that is down."""
         return self.endpoint.patience_s + _CLOSING_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Called once before the first verdict. Raises `UserError` where the demanded calibration is missing, stale or not good enough.
+        """Called once before the first verdict. Raises `UserError` if the required calibration is missing, stale or not good enough.
 
         Args:
             root: the project.
-            folder: the run folder; None: there is no run.
+            folder: the run folder; None if there is no run.
         """
         if isinstance(self.endpoint.url, Served):
             self.endpoint.url.declared(reward_model=self.asks_reward_model)
@@ -72,11 +72,11 @@ class ModelJudge(ABC):
         self._state.ready = True
 
     def undemanding(self, *, ledger: str | None = None) -> Self:
-        """The same judge, same identity, that demands no calibration: for measuring it."""
+        """A copy with the same identity that requires no calibration: for measuring it."""
         return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
 
     def spent(self) -> Spent:
-        """What it has been asked and has cost, in its ledger."""
+        """Its usage according to its ledger."""
         return self._ledger().spent(self.identity)
 
     async def close(self) -> None:
@@ -87,7 +87,7 @@ class ModelJudge(ABC):
 
     @abstractmethod
     def _asks(self) -> dict[str, Any]:
-        """What its prompts are made of."""
+        """What determines its prompts."""
 
     def _asker(self) -> Asker:
         if not self._state.ready:
@@ -101,6 +101,6 @@ class ModelJudge(ABC):
 
 
 def unscored(name: str, heard: Heard) -> Score:
-    """No score, with the reason, and what the judge said as evidence. Nobody's answer gets a 0 for it."""
+    """A score without a value, with the reason, and the judge's answer as evidence."""
     blame = Blame.INFRASTRUCTURE if heard.down else None
     return Score(value=None, reason=f"{name}: {heard.reason}", evidence=heard.said[:MAX_KEPT], blame=blame)

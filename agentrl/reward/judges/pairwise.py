@@ -1,4 +1,4 @@
-"""A judge that says which of two answers is better, asked twice with the answers in both places."""
+"""A judge that compares two answers, in both orders."""
 
 from __future__ import annotations
 
@@ -23,29 +23,33 @@ _VALUES: Mapping[str, float] = {"first": 1.0, "tie": 0.5, "second": 0.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What a judge said of two answers in both orders. `better` None: it did not say, or said the two orders apart."""
+    """A judge's comparison of two answers in both orders. `better` is None if a verdict is missing or the two orders contradict each
+    other.
+    """
 
     better: Side | None
-    shown: tuple[str, str] = ("", "")  # what it said with the first answer in place A, and then in place B: "A", "B", "tie" or nothing
+    shown: tuple[str, str] = ("", "")  # verdicts with the first answer as A, then as B: "A", "B", "tie" or ""
     heard: Heard
     reasons: str = ""
 
     @property
     def consistent(self) -> bool:
+        """Whether there is a verdict."""
         return self.better is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairwise(ModelJudge):
-    """Compares two answers; as a verifier, the agent's with the reference: 1 better, 0.5 alike, 0 worse.
+    """Compares two answers. As a verifier, it compares the agent's answer with the reference: 1 better, 0.5 equal, 0 worse.
 
-    Each comparison is two questions, with the places swapped. Only what is said in both orders counts; a judge that prefers a place
-    abstains, and the episode is unscored.
+    Each comparison is two queries with the answers swapped. A judge that prefers a position contradicts itself, and the episode is
+    unscored.
     """
 
     criteria: str = "Prefer the answer that is right and does what the question asks; length and tone do not count."
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Compares the episode's answer with the task's reference."""
         reference = reference_of(task, self.reference)
         if reference is None:
             return Score(value=None, reason=f"{self.name}: the task has no reference in data[{self.reference!r}]")
@@ -57,7 +61,7 @@ class Pairwise(ModelJudge):
         return Score(value=_VALUES[found.better], evidence=f"{self.name}: {found.better}; {found.reasons}")
 
     async def compare(self, problem: str, first: str, second: str) -> Comparison:
-        """Which of two answers to one question is better."""
+        """Says which of two answers to a question is better."""
         asker = self._asker()
         one, other = await asyncio.gather(
             asker.ask(self._question(problem, first, second), _read), asker.ask(self._question(problem, second, first), _read)
@@ -69,7 +73,7 @@ class Pairwise(ModelJudge):
         (here, reasons), (there, _) = one.verdict, other.verdict
         better = _named(here, a="first", b="second")
         if better != _named(there, a="second", b="first"):
-            heard = Heard(reason=f"it says {here} in one order and {there} in the other", said=one.said)
+            heard = Heard(reason=f"it prefers {here} in one order and {there} in the other", said=one.said)
             return Comparison(better=None, shown=(here, there), heard=heard)
         return Comparison(better=better, shown=(here, there), heard=one, reasons=reasons)
 

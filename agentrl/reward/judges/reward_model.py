@@ -1,6 +1,6 @@
-"""A reward model as a judge: one number for an episode, brought to 0 to 1. Served by vLLM's `/classify`.
+"""A reward model as a judge: one number for an episode, scaled to 0 to 1. vLLM serves it at `/classify`.
 
-mine = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))     # with judge_servers={"mine": {"model": "models/reward"}}
+mine = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))     # judge_servers={"mine": {"model": "models/reward"}}
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from agentrl.reward.judges.showing import asked, reference_of
 from agentrl.reward.judges.verdict import Unreadable
 
 _ROUTE = "classify"
-_MOST = 1e30  # a number further from 0 is none
+_MOST = 1e30  # larger numbers are invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreEndpoint(Endpoint):
-    """Where a reward model answers: the route `/classify` of a vLLM server, which `url` names with or without `/v1`.
+    """The address of a reward model: the route `/classify` of a vLLM server; `url` is given with or without `/v1`.
 
-    Patience, back-off, connections and bounds are an `Endpoint`'s; what shapes the words of an answer does nothing here.
+    Timeouts, back-off, connections and limits work as in `Endpoint`. Sampling settings are rejected, since they would have no effect.
     """
 
     temperature: float | None = None
@@ -40,14 +40,14 @@ class ScoreEndpoint(Endpoint):
         Endpoint.__post_init__(self)
         usual = {"temperature": None, "structured": "never", "max_tokens": 1024, "tokens_name": "max_tokens", "seed": None}
         if odd := [name for name, value in usual.items() if getattr(self, name) != value]:
-            raise UserError(f"ScoreEndpoint.{odd[0]} does nothing: a reward model samples no words", fix="leave it out")
+            raise UserError(f"ScoreEndpoint.{odd[0]} has no effect: a reward model does not sample", fix="remove it")
 
     def _address(self) -> str:
         return f"{self._base().removesuffix('/v1')}/{_ROUTE}"
 
     def _body(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-        # The plain number, before the sigmoid that a reward model of one class is given by default. A text that is too long loses its
-        # beginning: were it refused, who writes enough would not be judged.
+        # The raw number, without the default sigmoid. A text that is too long is truncated: if it were rejected, an agent that writes
+        # enough would not be judged.
         fixed = {"use_activation": False, "truncate_prompt_tokens": -1, "truncation_side": "left"}
         return {"model": self.model, "input": messages[0]["content"], **self.options, **more, **fixed}
 
@@ -56,11 +56,11 @@ class ScoreEndpoint(Endpoint):
 
 
 def read_reply(content: bytes, most: int, *, asked: int) -> Reply:
-    """The number in the body of a 200 of `/classify`, as the JSON object `{"number": ...}`. What cannot be read is kept, with the problem.
+    """Parses the body of a 200 of `/classify` into the JSON object `{"number": ...}`. Unreadable content is kept as text, with the problem.
 
     Args:
-        most: bytes that an answer may have.
-        asked: tokens of the question, as an estimate.
+        most: maximum size in bytes.
+        asked: tokens of the query, as an estimate.
     """
     text = content[:most].decode(errors="replace")
     nothing: dict[str, Any] = {"prompt_tokens": asked, "completion_tokens": 0, "counted": False}
@@ -70,13 +70,13 @@ def read_reply(content: bytes, most: int, *, asked: int) -> Reply:
         body = json.loads(text)
         numbers = [one["probs"] for one in body["data"]]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return Reply(text=text, problem="an answer that is no classification", **nothing)
+        return Reply(text=text, problem="an answer that is not a classification", **nothing)
     cost = usage(body.get("usage"), asked, "")
     if len(numbers) != 1 or not isinstance(numbers[0], list) or len(numbers[0]) != 1:
-        return Reply(text=text, problem="not one number, as a reward model gives", **cost)
+        return Reply(text=text, problem="an answer that is not a single number", **cost)
     number = numbers[0][0]
     if isinstance(number, bool) or not isinstance(number, int | float) or not -_MOST < number < _MOST:
-        return Reply(text=text, problem="a number that is none", **cost)
+        return Reply(text=text, problem="an invalid number", **cost)
     return Reply(text=json.dumps({"number": float(number)}), **cost)
 
 
@@ -90,33 +90,35 @@ def read_number(said: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """What the model is given: a text, or token ids."""
+    """The model's input: a text, or token ids."""
 
     what: str | list[int]
     data: Mapping[str, str] = field(default_factory=dict)
     schema: Mapping[str, Any] = field(default_factory=dict)
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
-        del nonce  # there are no instructions that data could be taken for
+        """The input as one message."""
+        del nonce  # without instructions, data needs no delimiters
         return [{"role": "user", "content": self.what}]
 
     def shorter(self) -> None:
-        return None  # its number is of the whole answer
+        """None, because the number must be for the full answer."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardModel(ModelJudge):
-    """A verifier that asks a reward model of `agentrl tune reward`. The value goes from 0 to 1; the part `number` is the model's own.
+    """A verifier that asks a reward model of `agentrl tune reward`. The value is from 0 to 1; the part `number` is the model's output.
 
-    What the model is shown is what it was trained on, as the file beside its weights says. One that reads tokens judges episodes that
-    have them, in the vocabulary of the policy that it was made from; others are unscored. Answers that say nothing are 0 without asking.
+    The model sees what it was trained on, according to the record next to its weights. A model that reads tokens scores only episodes
+    with tokens of the policy that it was built from. Answers without content are 0 without calling the model.
     """
 
     asks_reward_model: ClassVar[bool] = True
 
     endpoint: ScoreEndpoint
-    folder: str | None = None  # of the model, relative to the project; None: that of the run's server, which the endpoint names
-    needs_answer: bool = True  # False: an agent that hands in nothing may still score
+    folder: str | None = None  # of the model, relative to the project; None: the model of the run's server in `endpoint.url`
+    needs_answer: bool = True  # False: an episode without an answer is scored too
     _record: list[RewardRecord] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -127,24 +129,25 @@ class RewardModel(ModelJudge):
             raise UserError(f"RewardModel {self.name}: {'folder is given twice' if ours else 'which model is it?'}", fix=fix)
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """See `ModelJudge.prepare`. Raises `UserError` also where the model has no record of what it reads."""
+        """See `ModelJudge.prepare`. Also raises `UserError` if the model has no valid record."""
         url = self.endpoint.url
         if isinstance(url, Served):
             found = load(url.declared(reward_model=True).folder)
         else:
-            assert self.folder is not None, "checked when it was made"
+            assert self.folder is not None, "checked in __post_init__"
             found = load(root / self.folder)
         self._record[:] = [found]
         ModelJudge.prepare(self, root=root, folder=folder)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the episode."""
         asker = self._asker()
         record = self._record[0]
         if self.needs_answer and (why := hollow(episode.answer, question=asked(task), reference=reference_of(task, self.reference))):
             return Score(value=0.0, evidence=f"{self.name}: {why}")
         what = text(record.shows, task, episode, reference=self.reference) if record.shows else tokens(episode)[-record.max_tokens :]
         if not what:
-            return Score(value=None, reason=f"{self.name}: this reward model reads the tokens of one trajectory, and the episode has none")
+            return Score(value=None, reason=f"{self.name}: this reward model reads the tokens of one trajectory, but the episode has none")
         heard = await asker.ask(_Shown(what=what), read_number)
         if heard.verdict is None:
             return unscored(self.name, heard)
