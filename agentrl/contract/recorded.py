@@ -1,6 +1,6 @@
 """The tools of an imported trace: their schemas, and the result of each call.
 
-A task that names the tool `recorded` has them in its data. Its tools answer the recorded calls and no others.
+A task with the tool `recorded` has the recording in its data. Its tools answer only the recorded calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentrl.fields import JsonObject, Record, Text
 from agentrl.records import Task
 
 NAME = "recorded"
-"""The name of all recorded tools in `Task.tools`, and their key in `Task.data`."""
+"""Name of the recorded tools in `Task.tools`, and their key in `Task.data`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RecordedCall(Record):
 
 
 def arguments_key(arguments: Mapping[str, Any]) -> str:
-    """A text that is the same for equal arguments."""
+    """A text that is equal for equal arguments."""
     return json.dumps(arguments, sort_keys=True)
 
 
@@ -48,11 +48,11 @@ class Recording(Record):
 
     @classmethod
     def of(cls, task: Task) -> Recording:
-        """The recording of a task. Raises `TaskError` if its data have none."""
+        """The recording of a task. Raises `TaskError` if its data has none."""
         try:
             return codec.from_json(cls, codec.to_json(task.data[NAME]))
         except (KeyError, ValueError) as error:
             raise TaskError(
-                f"task {task.id!r} names the tool {NAME}, but its data have no recording: {str(error)[:300]}",
+                f"task {task.id!r} has the tool {NAME}, but no valid recording in its data: {str(error)[:300]}",
                 fix="promote its trace again: agentrl failures promote",
             ) from None

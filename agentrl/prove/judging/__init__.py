@@ -1,1 +1,1 @@
-"""How far a judge can be trusted: people's labels, a judge's agreement with them, and what follows for the rates that it gives."""
+"""Calibration of judges: human labels, a judge's agreement with them, and corrected success rates."""

@@ -1,4 +1,4 @@
-"""Asks a judge about labelled answers, and measures what it says."""
+"""Calibrates a judge: runs it on labelled answers and measures the agreement."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from agentrl.reward.judges import Comparison, Spent
 from agentrl.reward.judges.calibration import Calibration, Measured
 from agentrl.scores import reaches
 
-_TIMEOUT_S = 60.0  # of a verifier that does not say how long it may take
-_PAIRS = 4  # of a right and a wrong answer that a judge of pairs is shown of each task
+_TIMEOUT_S = 60.0  # for a verifier without a deadline
+_PAIRS = 4  # maximum number of pairs of a right and a wrong answer for each task
 _REASONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a judge says about one labelled answer, or about a pair of them."""
+    """A judge's verdict on one labelled answer, or on a pair of them."""
 
     label: bool
     score: float | None  # None: unscored
     reason: str = ""
-    chars: int = 0  # of the answer; of a pair, how much longer the first one is
+    chars: int = 0  # length of the answer; for a pair, the difference between the first and the second
     task_id: str = ""
-    places: tuple[str, ...] = ()  # of a pair: what it said in each order
+    places: tuple[str, ...] = ()  # for a pair: the verdict in each order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a judge was measured at."""
+    """The measurements of a judge."""
 
     calibration: Calibration
-    pairs: bool  # measured on pairs of a right and a wrong answer: "right" means that the first one is
-    disputed: int  # answers on which the labellers do not agree
-    copies: int  # labelled answers that say what another one says, to the same question: they count once
-    length_bias: Measured | None  # correlation of score and length (logarithm; of a pair, the difference) among answers of one label
-    position_bias: Measured | None  # of pairs: how often place A was preferred, where a place was; 0.5 is none
-    inconsistent: Measured | None  # of pairs: how often the two orders were told apart
+    pairs: bool  # measured on pairs of a right and a wrong answer; "right" means that the first one is right
+    disputed: int  # answers on which the labellers are tied
+    copies: int  # labelled answers that repeat another one to the same question; they count once
+    length_bias: Measured | None  # correlation of score and log length (for pairs, its difference) within the labels
+    position_bias: Measured | None  # for pairs: share of verdicts for A among those for A or B; 0.5 is no bias
+    inconsistent: Measured | None  # for pairs: share with contradicting verdicts in the two orders
     bins: tuple[Bin, ...]
     calibration_error: float | None  # for scores from 0 to 1
-    reasons: Mapping[str, int] = field(default_factory=dict)  # why there was no verdict
+    reasons: Mapping[str, int] = field(default_factory=dict)  # reason for a missing verdict -> number of answers
     spent: Spent | None = None
     wall_s: float = 0.0
 
@@ -71,21 +71,22 @@ async def calibrate(
     ledger: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Measures a judge, or any verifier, on labelled answers. A judge that compares is asked about pairs of a right and a wrong answer.
-
-    Raises `UserError` for labels that say nothing, and for a judge that gave no verdict on right or on wrong answers.
+    """Measures a judge, or any verifier, on labelled answers. A judge that compares is measured on pairs of a right and a wrong answer.
 
     Args:
-        reference: what names the judge.
-        threshold: a score of at least this says "right".
-        parallel: answers at once.
-        ledger: file of answers and counts, relative to `root`, for a judge that names none: a second measurement then costs nothing.
-        progress: hears how many are done.
+        reference: plug-in reference of the judge.
+        threshold: a score of at least this means "right".
+        parallel: number of concurrent answers.
+        ledger: file of cached answers and counters, relative to `root`, for a judge without one; a second measurement then costs nothing.
+        progress: called with the numbers of finished and of all answers.
+
+    Raises:
+        UserError: the labels are insufficient, or the judge gave no verdict on the right or on the wrong answers.
     """
     every = different(labelled)
     known = [one for one in every if one.right is not None]
     if len({one.right for one in known}) < 2:
-        raise UserError("the labels hold only right or only wrong answers", fix="label some of both: agentrl label RUN")
+        raise UserError("the labels are all right or all wrong", fix="label some of both: agentrl label RUN")
     measured = judge.undemanding(ledger=ledger) if hasattr(judge, "undemanding") else judge
     if hasattr(measured, "prepare"):
         measured.prepare(root=root, folder=None)
@@ -117,9 +118,7 @@ async def _asked(
     if pairs:
         chosen = _pairs(known)
         if not chosen:
-            raise UserError(
-                "no task has a right and a wrong answer, so there are no pairs to compare", fix="label more answers of each task"
-            )
+            raise UserError("no task has a right and a wrong answer, so there are no pairs", fix="label more answers of each task")
         work = [lambda one=one: _compared(judge, *one) for one in chosen]  # type: ignore[misc]
     else:
         work = [lambda one=one: _scored(judge, one) for one in known]  # type: ignore[misc]
@@ -148,7 +147,7 @@ async def _scored(judge: Any, one: Labelled) -> Verdict:
 
 
 def _reference_keys(judge: Any) -> set[str]:
-    """Where a judge, or each of an ensemble's, looks for the reference in a task's data."""
+    """The keys of a task's data in which a judge, or the members of an ensemble, look for the reference answer."""
     members = getattr(judge, "judges", None)
     if isinstance(members, Mapping):
         return {key for one in members.values() for key in _reference_keys(one)}
@@ -164,12 +163,12 @@ async def _compared(judge: Any, first: Item, second: Item, label: bool) -> Verdi
         return Verdict(score=None, reason="no comparison", **about)
     places = tuple(said for said in given.shown if said)
     if given.better in (None, "tie"):
-        return Verdict(score=None, reason=given.heard.reason or "it says that neither is better", places=places, **about)
+        return Verdict(score=None, reason=given.heard.reason or "tie", places=places, **about)
     return Verdict(score=float(given.better == "first"), places=places, **about)
 
 
 async def _called(judge: Any, code: Callable[[], Any]) -> Any:
-    """What the judge gives, or in words what went wrong."""
+    """The judge's result, or a description of its error."""
     since = usercode.cancellations()
     try:
         limit = float(getattr(judge, "timeout_s", _TIMEOUT_S))
@@ -180,7 +179,7 @@ async def _called(judge: Any, code: Callable[[], Any]) -> Any:
 
 
 def _pairs(known: Sequence[Labelled]) -> list[tuple[Item, Item, bool]]:
-    """Pairs of a right and a wrong answer to one task, and whether the first is the right one: chance decides, the same one each time."""
+    """Pairs of a right and a wrong answer to one task, and whether the right one comes first, which is random but deterministic."""
     tasks: dict[tuple[str, str], list[Labelled]] = {}
     for one in known:
         tasks.setdefault((one.item.task_id, one.item.question), []).append(one)
@@ -201,7 +200,7 @@ def _calibration(judge: Any, verdicts: Sequence[Verdict], *, reference: str, lab
     if not table.rights or not table.wrongs:
         why = _reasons(verdicts)
         told = "; ".join(f"{count} times: {reason}" for reason, count in why.items())
-        raise UserError(f"the judge gave no verdict on {'wrong' if table.rights else 'right'} answers. {told}", fix="look at what it says")
+        raise UserError(f"the judge gave no verdict on {'wrong' if table.rights else 'right'} answers. {told}", fix="see the reasons above")
     return Calibration(
         identity=str(getattr(judge, "identity", "")),
         judge=reference,
@@ -252,7 +251,7 @@ def _report(
 
 
 def _reasons(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """Why there was no verdict, the most frequent first."""
+    """Reasons for missing verdicts, the most frequent first."""
     counts = Counter(usercode.printable(one.reason, 200) for one in verdicts if one.score is None)
     return dict(counts.most_common(_REASONS))
 

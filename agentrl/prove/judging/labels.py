@@ -1,8 +1,9 @@
-"""Labelled answers: one JSON object a line, self-contained, so that a file of them outlives its run.
+"""Labelled answers as JSON lines. The lines are self-contained, so a file of labels outlives its run.
 
     {"id": "1f0c...", "label": "right", "by": "anna", "question": "...", "answer": "...", "reference": "...", "messages": [...]}
 
-`question`, `answer` and `label` are enough. The last line of a labeller about an answer counts; `skip` and `withdrawn` say nothing.
+Only `question`, `answer` and `label` are required. The last line of a labeller about an answer counts; `skip` and `withdrawn` are no
+label.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MOST_MESSAGES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """An answer to a question, with what is known around it."""
+    """An answer to a question, with its context."""
 
     id: str
     task_id: str
@@ -40,10 +41,10 @@ class Item:
     answer: str
     reference: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, as in a run's `episodes/`
-    data: Mapping[str, Any] = field(default_factory=dict)  # further truth for verifiers that want it
+    data: Mapping[str, Any] = field(default_factory=dict)  # additional task data for verifiers that need it
 
     def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
-        """A task for a verifier: the question and the truth, nothing that could be run."""
+        """A task for a verifier: the question and the truth, without tools or a sandbox."""
         truth = {} if self.reference is None else dict.fromkeys(reference_keys, self.reference)
         return Task(
             id=self.task_id,
@@ -57,33 +58,33 @@ class Item:
         )
 
     def episode(self) -> Episode:
-        """The episode of an agent that said and did what `messages` hold, without tokens, and handed in `answer`."""
+        """An episode with the conversation in `messages`, without tokens, that submitted `answer`."""
         task = self.task()
         line = Trajectory(agent="main", turns=tuple(_turns(self.messages)))
         return Episode(id=self.id, task_id=task.id, task_key=task.key, trajectories=(line,) if line.turns else (), answer=self.answer)
 
     def line(self) -> dict[str, Any]:
-        """Its part of a line in a file of labels."""
+        """The fields of this answer in a line of labels."""
         told = {"id": self.id, "task_id": self.task_id, "question": self.question, "answer": self.answer, "reference": self.reference}
         return {**told, "messages": list(self.messages), **({"data": dict(self.data)} if self.data else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelled:
-    """An answer and who says what of it."""
+    """An answer and its labels."""
 
     item: Item
-    votes: Mapping[str, bool]  # by labeller: whether it is right
+    votes: Mapping[str, bool]  # labeller -> whether the answer is right
 
     @property
     def right(self) -> bool | None:
-        """What most labellers say; None where as many say the opposite."""
+        """The majority's label; None for a tie."""
         yes = sum(self.votes.values())
         return None if 2 * yes == len(self.votes) else 2 * yes > len(self.votes)
 
 
 def read_labels(paths: Sequence[Path]) -> list[Labelled]:
-    """The labelled answers of some files, in their order. Raises `UserError` that names file, line and what is wrong."""
+    """The labelled answers of some files, in order. Raises `UserError` with file, line and problem."""
     items: dict[str, Item] = {}
     votes: dict[str, dict[str, bool]] = {}
     for path in paths:
@@ -91,7 +92,7 @@ def read_labels(paths: Sequence[Path]) -> list[Labelled]:
             try:
                 item, label, by = _read(line)
             except ValueError as error:
-                raise UserError(f"{where}: {printable(str(error), 300)}", fix="see agentrl label --help for the form of a line") from None
+                raise UserError(f"{where}: {printable(str(error), 300)}", fix="see agentrl label --help for the format of a line") from None
             items.setdefault(item.id, item)
             given = votes.setdefault(item.id, {})
             if label in (RIGHT, WRONG):
@@ -102,7 +103,7 @@ def read_labels(paths: Sequence[Path]) -> list[Labelled]:
 
 
 def different(labelled: Sequence[Labelled]) -> list[Labelled]:
-    """Each answer once: what a judge is shown twice it answers alike, so that a copy adds no evidence. Votes on copies are put together."""
+    """Merges copies of an answer and their votes. A judge answers copies alike, so they add no evidence."""
     found: dict[str, tuple[Item, dict[str, bool]]] = {}
     for one in labelled:
         item = one.item
@@ -113,11 +114,11 @@ def different(labelled: Sequence[Labelled]) -> list[Labelled]:
 
 
 def preferred(labelled: Sequence[Labelled], shows: Sequence[Shown], *, per_task: int) -> list[TextPreference]:
-    """Pairs of a right and a wrong answer to one question, as a reward model is shown them; no answer is in two.
+    """Pairs of a right and a wrong answer to one question, as a reward model reads them. No answer is in two pairs.
 
     Args:
         shows: see `agentrl.reward.judges.reward_record.RewardRecord`.
-        per_task: at most so many of each question.
+        per_task: maximum number of pairs of each question.
     """
     questions: dict[tuple[str, str], dict[bool, list[str]]] = {}
     for one in different(labelled):
@@ -130,7 +131,7 @@ def preferred(labelled: Sequence[Labelled], shows: Sequence[Shown], *, per_task:
 
 
 def settled(path: Path) -> dict[str, str]:
-    """The label that each answer in a labeller's file has by now; an answer whose label was withdrawn has none."""
+    """The current label of each answer in a labeller's file; answers with a withdrawn label are missing."""
     found: dict[str, str] = {}
     for where, line in _lines(path):
         try:
@@ -144,12 +145,12 @@ def settled(path: Path) -> dict[str, str]:
 
 
 def item_of(line: Mapping[str, Any]) -> Item:
-    """The answer that a line is about. Raises `ValueError`."""
+    """Parses the answer of a line. Raises `ValueError`."""
     question, answer = _text(line, "question"), _text(line, "answer")
     reference = line.get("reference", line.get("truth"))
     messages = line.get("messages") or []
     if not isinstance(messages, list) or len(messages) > _MOST_MESSAGES or not all(isinstance(one, dict) for one in messages):
-        raise ValueError(f"messages is a list of at most {_MOST_MESSAGES} objects")
+        raise ValueError(f"messages must be a list of at most {_MOST_MESSAGES} objects")
     made = Item(
         id=str(line.get("id") or _hash(question, answer, messages))[:128],
         task_id=str(line.get("task_id") or _hash(question))[:200],
@@ -159,14 +160,14 @@ def item_of(line: Mapping[str, Any]) -> Item:
         messages=tuple(json_object(one) for one in messages),
         data=json_object(line.get("data") or {}),
     )
-    made.episode()  # raises for messages that are none
+    made.episode()  # raises for invalid messages
     return made
 
 
 def _read(line: Mapping[str, Any]) -> tuple[Item, str, str]:
     label = line.get("label")
     if label not in (RIGHT, WRONG, SKIP, WITHDRAWN):
-        raise ValueError(f"label is right, wrong, skip or withdrawn, got {str(label)[:40]!r}")
+        raise ValueError(f"label must be right, wrong, skip or withdrawn, got {str(label)[:40]!r}")
     return item_of(line), str(label), str(line.get("by") or "somebody")[:100]
 
 
@@ -174,11 +175,11 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         lines = whole_lines(path)
     except OSError as error:
-        raise UserError(f"{path}: {error}", fix="give a file of labels") from None
+        raise UserError(f"{path}: {error}", fix="use a file of labels") from None
     if not path.exists():
         raise UserError(f"no file of labels {path}", fix="agentrl label RUN writes one")
     if len(lines) > _MOST_LINES:
-        raise UserError(f"{path} has more than {_MOST_LINES:,} lines", fix="take a part of it")
+        raise UserError(f"{path} has more than {_MOST_LINES:,} lines", fix="split the file")
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
@@ -187,14 +188,14 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 raise ValueError(f"longer than {_LONGEST_LINE >> 20} MiB")
             value = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number} is no JSON: {str(error)[:200]}", fix="correct the line") from None
+            raise UserError(f"{path}:{number} is not valid JSON: {str(error)[:200]}", fix="correct the line") from None
         if not isinstance(value, dict):
-            raise UserError(f"{path}:{number} is no JSON object", fix="correct the line")
+            raise UserError(f"{path}:{number} is not a JSON object", fix="correct the line")
         yield f"{path}:{number}", value
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[Turn]:
-    """What the agent said, each with what its tools gave; what it was told before is left out."""
+    """The agent's messages, each with its tool results. Messages before the first one of the agent are skipped."""
     said: Message | None = None
     results: list[ToolResult] = []
     for one in messages:
@@ -223,7 +224,7 @@ def _calls(calls: Any) -> Iterator[ToolCall]:
 def _text(line: Mapping[str, Any], key: str) -> str:
     value = line.get(key)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} is a text that is not empty")
+        raise ValueError(f"{key} must be a non-empty string")
     return text(value)
 
 

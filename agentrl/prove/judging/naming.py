@@ -1,4 +1,4 @@
-"""A judge that names failures where no rule is sure: which failure came first, at which turn, how sure that is, or that it cannot tell.
+"""A judge for failures that no rule can classify: which failure came first, at which turn, and with which confidence.
 
 # triage/reader.py
 from agentrl.prove.judging.naming import FailureJudge
@@ -25,7 +25,7 @@ from agentrl.reward.judges.ledger import FILE, Budget, Ledger, Spent
 from agentrl.reward.judges.quoting import cut
 
 MAX_TRACE = 40_000
-"""Characters of a trace that are shown."""
+"""Maximum length of the trace in the prompt, in characters."""
 _CLOSING_S = 60.0
 _MOST_TURN = 100_000
 
@@ -39,14 +39,14 @@ class _State:
 class FailureJudge:
     """An `agentrl.failure.triage.TriageJudge` that asks a model.
 
-    Answers are kept by content, and counted, in judges.sqlite of the run folder; a budget is held against it. A verdict that cannot be read
-    and one with less than `least` confidence are abstentions.
+    Answers are cached by content and counted in judges.sqlite of the run folder; `budget` limits them. Unreadable verdicts and verdicts
+    with less than `least` confidence are abstentions.
     """
 
     endpoint: Endpoint
-    name: str = "judge"  # in the tag: judge:NAME
-    classes: Mapping[str, str] = field(default_factory=dict)  # names of yours with what they mean, beside `TAXONOMY`
-    least: float = 0.5  # confidence of a tag that is given
+    name: str = "judge"  # in tags, as judge:NAME
+    classes: Mapping[str, str] = field(default_factory=dict)  # additional classes -> description; see `TAXONOMY`
+    least: float = 0.5  # minimum confidence of a tag
     budget: Budget = field(default_factory=Budget)
     _state: _State = field(default_factory=_State, init=False, repr=False)
 
@@ -55,19 +55,19 @@ class FailureJudge:
             for one in self.classes:
                 check_name(one)
         except ValueError as error:
-            raise UserError(f"FailureJudge.classes: {error}", fix="write it as wrong_unit") from None
+            raise UserError(f"FailureJudge.classes: {error}", fix="use a name such as wrong_unit") from None
         if not 0 <= self.least <= 1:
-            raise UserError(f"FailureJudge.least lies between 0 and 1, got {self.least}", fix="such as 0.5")
+            raise UserError(f"FailureJudge.least must be from 0 to 1, got {self.least}", fix="use a value such as 0.5")
 
     @property
     def identity(self) -> str:
-        """A hash of all that decides about its verdicts: model, parameters, prompt."""
+        """A hash of everything that determines its verdicts: model, parameters, prompt."""
         kind = {"kind": type(self).__name__, "wording": WORDING, "endpoint": self.endpoint.identity()}
         return digest({**kind, "instructions": self._instructions(), "least": self.least})
 
     @property
     def timeout_s(self) -> float:
-        """How long a verdict may take: a judge that is down delays."""
+        """Deadline of a verdict in seconds. It covers the wait for a server that is down."""
         return self.endpoint.patience_s + _CLOSING_S
 
     def prepare(self, folder: Path) -> None:
@@ -75,7 +75,7 @@ class FailureJudge:
         self._state.ledger = Ledger(folder / FILE)
 
     def spent(self) -> Spent:
-        """What it has been asked and has cost."""
+        """Its usage."""
         return self._state.ledger.spent(self.identity)
 
     async def close(self) -> None:
@@ -84,7 +84,7 @@ class FailureJudge:
         self._state.ledger.close()
 
     async def __call__(self, text: str) -> Tag | None:
-        """The tag of a trace, told as text; None where it abstains. Raises `JudgeError` where nobody answers, or the budget is spent."""
+        """The tag of a rendered trace; None if the judge abstains. Raises `JudgeError` if there is no answer or the budget is exhausted."""
         asker = Asker(endpoint=self.endpoint, ledger=self._state.ledger, budget=self.budget, judge=self.identity)
         question = Question(instructions=self._instructions(), data={"trace": cut(text, MAX_TRACE)}, schema=self._schema())
         heard = await asker.ask(question, self._read)
@@ -121,8 +121,8 @@ class FailureJudge:
 
 
 def load_judge(reference: str) -> FailureJudge:
-    """The judge that a reference names. Raises `PluginError` for anything else."""
+    """Loads a `FailureJudge` by reference. Raises `PluginError` for anything else."""
     found = resolve(reference)
     if not isinstance(found, FailureJudge):
-        raise PluginError(f"{reference!r} is no judge of failures", fix="name an object such as FailureJudge(endpoint=Endpoint(...))")
+        raise PluginError(f"{reference!r} is not a FailureJudge", fix="refer to an object such as FailureJudge(endpoint=Endpoint(...))")
     return found
