@@ -1,5 +1,5 @@
-"""Proof as a product: the promises of task families, sandbox backends and boundaries, tested by trying to break them.
+"""Checks that try to break the promises of task families, sandbox backends and trust boundaries.
 
-`check` tests a family, or a backend through `conformance` and `attacks`; the other modules each prove one thing, and say what they
-looked at. `fuzzing` feeds hostile bytes to the boundaries.
+`check` tests a family, or a backend through `conformance` and `attacks`. The other modules each check one claim and report what they
+examined. `fuzzing` sends hostile bytes to the boundaries.
 """

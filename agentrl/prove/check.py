@@ -1,6 +1,6 @@
-"""Checks content and backends by running them: gold solutions score 1, doing nothing and cheating 0; a sandbox backend holds.
+"""`agentrl check`: gold solutions must score 1, doing nothing and cheating 0, and sandbox backends must keep their promises.
 
-The other proofs of `agentrl check` are in `agentrl/prove/`, one a file. The report also says what was not proven.
+The report also lists what was not proven.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ GOLD, NOTHING, IMAGE = "gold solution", "doing nothing", "image"
 NEVER_PROVEN = (
     "that the truth is right: gold solution and verifier may share a mistake",
     "that no other cheat scores: only those of agentrl/prove/cheats.py were tried",
-    "that no answer is readable in other words, encoded, or over the network",
-    "that held-out tasks are not similar to training tasks: only equal ones are found",
+    "that no answer is readable in another form, encoded, or over the network",
+    "that held-out tasks are not similar to training tasks: only equal ones are detected",
     "that tasks are the same on another machine, with other packages, or on another day",
     "that the policy's chat template presents the tools as intended",
 )
@@ -68,7 +68,7 @@ NEVER_PROVEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """The result of one case of one task: the expected score, the given one (None: unscored), and why."""
+    """The result of one case of one task: expected score, actual score (None: unscored), and why."""
 
     task: str
     case: str
@@ -79,6 +79,7 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
+        """Whether the score is the expected one."""
         return self.value is not None and alike((self.value, self.wanted))
 
 
@@ -92,10 +93,11 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
+        """Whether every case and every proof passed."""
         return all(case.ok for case in self.cases) and all(proof.ok for proof in self.proofs)
 
     def to_data(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """The report as JSON data."""
         proofs = [codec.to_data(proof) | {"ok": proof.ok} for proof in self.proofs]
         return {"ok": self.ok, "cases": list(map(codec.to_data, self.cases)), "proofs": proofs, "not_proven": list(self.not_proven)}
 
@@ -103,10 +105,10 @@ class CheckReport:
 async def check_family(
     source: FamilySource, config: SandboxConfig, *, count: int | None, parallel: int = 8, quiet: bool = False
 ) -> CheckReport:
-    """Runs every case of the first `count` tasks of every split (None: all of a folder), at most `parallel` at once, and every proof.
+    """Runs all cases of the first `count` tasks of every split (None: all tasks of a folder), at most `parallel` at once, and all proofs.
 
-    Raises `UserError` for a family that cannot be opened, and `InfrastructureError` when the sandboxes themselves fail; faults of
-    tasks are in the report.
+    Raises `UserError` for a family that cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks are in the
+    report.
     """
     family = source.open()
     try:
@@ -138,7 +140,7 @@ async def check_family(
 
 
 def group_judge(source: FamilySource) -> GroupScorer | None:
-    """The judge of groups that the recipe names, alone; None where it names none. Raises `UserError` for one that refuses to be used."""
+    """The recipe's group judge without other verifiers; None if there is none. Raises `UserError` if it cannot be used."""
     named = source.tasks.group_judge
     if named is None:
         return None
@@ -159,12 +161,12 @@ async def prove_tasks(
     audit: Sequence[str] = (),
     together: GroupScorer | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
-    """Every case of tasks that `family` has a gold solution for, and the proofs that look at tasks one by one.
+    """Runs all cases of tasks with a gold solution in `family`, and the proofs that examine single tasks.
 
     Args:
-        tools: the recipe's, with what its MCP servers offer.
-        audit, together: the recipe's audits and its judge of groups, which answers without work must not please either.
-        telling: told `description`, `total` and `advance` as work goes on, as `rich.progress.Progress.update` takes them.
+        tools: the recipe's tools, including those of its MCP servers.
+        audit, together: the recipe's audit verifiers and group judge; answers without work must not score with them either.
+        telling: receives `description`, `total` and `advance`, like `rich.progress.Progress.update`.
     """
     scorer = TaskScorer(sandboxes=sandboxes, root=root)
     prover = _Prover(family=family, sandboxes=sandboxes, scorer=scorer, parallel=parallel, tools=tools)
@@ -188,15 +190,15 @@ async def prove_tasks(
 
 
 def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:
-    """What the report does not prove, though a reader might think so."""
+    """What the report does not prove, though a reader may expect it."""
     for split, done in wanted.items():
         size = family.size(split)
         if size is None or size > done:
             of = "infinitely many" if size is None else f"{size:,}"
-            yield f"that tasks of {split} beyond the first {done:,} of {of} can be solved, and not by cheating"
+            yield f"that tasks of {split} beyond the first {done:,} of {of} can be solved, and only without cheating"
     yield from (one for proof in proofs for one in proof.unproven)
     if hosts := sorted({host for task in tasks for host in task.sandbox.network}):
-        yield f"that the network that tasks may reach ({', '.join(hosts)}) stays as it is: gold solutions worked today"
+        yield f"that the network that tasks may reach ({', '.join(hosts)}) stays the same: gold solutions worked today"
     yield from NEVER_PROVEN
 
 
@@ -224,7 +226,7 @@ async def _prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, Golden],
 
 
 def backend_names(choice: str) -> list[str]:
-    """The backends that a `--backend` option means: words, or a reference to anybody's. Raises `UserError`."""
+    """The backends of a `--backend` option: names, or a plug-in reference. Raises `UserError`."""
     if choice == "all":
         return ["docker", "bubblewrap"]
     try:
@@ -234,7 +236,7 @@ def backend_names(choice: str) -> list[str]:
 
 
 async def check_backend(name: str, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
-    """Runs the conformance checks on one backend: dictionaries with backend, name, ok, detail and wall_s."""
+    """Runs the conformance checks on one backend. Returns dictionaries with backend, name, ok, detail and wall_s."""
     backend = open_backend(SandboxConfig(backend=name), run_label="check", root=root)
     async with closed_after(backend.close):
         results = await conformance.check(backend, SandboxSpec(image=image, runtime=runtime), only=only)
@@ -244,7 +246,7 @@ async def check_backend(name: str, image: str, *, root: Path, only: str = "", ru
 async def attack_backend(
     name: str, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
 ) -> list[dict[str, Any]]:
-    """Runs the attack suite on one backend, calling `report` (backend, result); returns dictionaries with backend and result."""
+    """Runs the attack suite on one backend and calls `report` with backend and result. Returns dictionaries with both."""
     backend = select_backend(name, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with closed_after(backend.close):
@@ -272,7 +274,7 @@ def render(report: CheckReport) -> str:
 
 
 def _findings(proof: Proof) -> list[str]:
-    """A proof's findings under its name, failures first."""
+    """A proof's findings with its name as heading, failures first."""
     order = ("failure", "warning", "unsafe", "note")
     ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
     lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
@@ -280,7 +282,7 @@ def _findings(proof: Proof) -> list[str]:
 
 
 def _verdicts(report: CheckReport) -> list[str]:
-    """A line for each claim."""
+    """One line for each claim."""
     cheating = [case for case in report.cases if case.case not in (GOLD, IMAGE)]
     tasks = len({case.task for case in report.cases})
     cheated = sum(case.case != NOTHING for case in cheating)
@@ -303,10 +305,12 @@ def _figures(proof: Proof) -> Table:
 
 
 def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
-    """One row for each cause. Cases without a score share a row if their messages agree; cases with a wrong score, if the due scores do."""
+    """A table with one row for each cause: cases without a score share a row if their messages agree, cases with a wrong score if their
+    expected scores agree.
+    """
     wrong = [case for case in cases if not case.ok]
     title = f"{len({case.task for case in wrong})} of {len({case.task for case in cases})} tasks are wrong"
-    table = Table("tasks", "cases", "due", "scored", "why", title=title)
+    table = Table("tasks", "cases", "expected", "scored", "why", title=title)
     causes: dict[tuple[float, str | None], list[CaseResult]] = {}
     for case in wrong:
         causes.setdefault((case.wanted, _cause(case) if case.value is None else None), []).append(case)
@@ -321,24 +325,24 @@ def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
 
 
 def _cause(case: CaseResult) -> str:
-    """The message of a case without its task's name and numbers, which differ between tasks."""
+    """The message of a case without the task's name and numbers, which differ between tasks."""
     return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))
 
 
 def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
-    """The tasks that can be made; the proof of purity reports the others."""
+    """The tasks that can be created; the proof of purity reports the others."""
     for draw in ((split, index) for split, size in wanted.items() for index in range(size)):
         try:
             task = make_task(family, *draw)
-            task.key  # noqa: B018 - a task that has none cannot be stored
+            task.key  # noqa: B018 - a task without a key cannot be stored
         except Exception as error:  # a family is user code
-            log.info("%s cannot be made: %s", draw_name(draw), error)
+            log.info("%s cannot be created: %s", draw_name(draw), error)
         else:
             yield task
 
 
 async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[CaseResult]:
-    """Prepares every image; tasks whose image cannot be made have failed."""
+    """Prepares every image. Returns failed cases for tasks without an image."""
     failed: list[CaseResult] = []
     problems: dict[tuple[str, str], str] = {}
     for task in tasks:
@@ -368,7 +372,7 @@ def _cases(task: Task) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prover:
-    """Runs single cases, and remembers the files that each task's gold solution left."""
+    """Runs single cases, and records the files and the score of each gold solution."""
 
     family: TaskFamily
     sandboxes: SandboxBackend
@@ -379,7 +383,7 @@ class _Prover:
     golden: dict[str, Golden] = field(default_factory=dict)
 
     async def cases(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[CaseResult]:
-        """Every case of every task; cheats write to the paths of the gold solution's files."""
+        """Runs all cases of all tasks, gold solutions first: cheats write to the paths of the gold solution's files."""
         slots, results = asyncio.Semaphore(self.parallel), []
 
         async def one(task: Task, case: str) -> None:
@@ -396,6 +400,7 @@ class _Prover:
         return results
 
     async def case(self, task: Task, case: str) -> CaseResult:
+        """Runs one case."""
         started = time.monotonic()
         wanted = 1.0 if case == GOLD else 0.0
         try:
@@ -412,7 +417,7 @@ class _Prover:
         return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=took)
 
     async def _attempt(self, task: Task, case: str) -> tuple[Episode, str]:
-        """The episode of a case, and the error if the gold solution did not run."""
+        """The episode of a case, and the error if the gold solution failed."""
         episode = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
         if not task.outputs and case != GOLD:
             return replace(episode, answer=None if case == NOTHING else cheats.ANSWERS[case]), ""
@@ -440,12 +445,12 @@ class _Prover:
             return self.family.gold(task)
         except UserError:
             raise
-        except (Exception, SystemExit) as error:  # user code may raise anything, and must not end the check
+        except (Exception, SystemExit) as error:  # user code must not end the check
             raise TaskError(f"task {task.id!r}: the family's gold() failed: {usercode.describe(error)}") from error
 
 
 async def _retried(act: Callable[[], Awaitable[T]]) -> T:
-    """Retries after failures of the sandboxes; one that persists ends the check."""
+    """Retries failures of the sandboxes; a persistent one ends the check."""
     for attempt in range(RETRIES):
         try:
             return await act()

@@ -1,4 +1,4 @@
-"""Draws tasks in another process: `python -m agentrl.prove.elsewhere` reads what to draw from standard input.
+"""Draws tasks in another process: `python -m agentrl.prove.elsewhere` reads the request from standard input.
 
 The process has another hash seed than its parent, and draws the tasks in another order.
 """
@@ -25,9 +25,9 @@ TIMEOUT_S = 600.0
 
 
 def draw_elsewhere(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
-    """The digests of these tasks, or why one cannot be made, computed in another process.
+    """The digests of these tasks, or why one cannot be created, computed in another process.
 
-    Raises `RuntimeError` with the process's last output when it cannot open the family.
+    Raises `RuntimeError` with the end of the process's output if it cannot open the family.
     """
     with tempfile.NamedTemporaryFile(prefix="agentrl-check-") as answer:  # standard output belongs to the family
         question = {
@@ -53,6 +53,7 @@ def draw_elsewhere(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str
 
 
 def main() -> None:
+    """Draws the requested tasks and writes their digests to the answer file."""
     question = json.load(sys.stdin)
     root = Path(question["root"])
     add_project_root(root)

@@ -1,6 +1,6 @@
-"""The files of an image that an agent can read, without those of its Linux distribution, copied to the host to be searched there.
+"""Copies the files of an image that an agent can read, without those of its Linux distribution, to the host for searching.
 
-The truth stays on the host, so nothing is searched for inside the sandbox. Its answers are bounded data.
+The search runs on the host, so the truth never enters the sandbox. The sandbox's answers are bounded data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from agentrl.records import SandboxSpec
 PAGE_BYTES = 1 << 20
 PAGES = 24
 FILE_BYTES = 256 << 10
-"""Bytes searched of each file."""
+"""Maximum number of bytes searched in a file."""
 PAGE_S = 60.0
 
-# Prints a page of files as JSON, and where the next page begins. Leaves out files of Debian packages, and Python's own folders.
+# Prints a page of files as JSON, and where the next page starts. Skips files of Debian packages, and Python's package folders.
 _PAGE = """
 import base64, glob, json, os, sys
 owned = set()
@@ -68,7 +68,7 @@ class ImageFiles:
 
 
 async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFiles:
-    """Everything readable in a fresh sandbox of this spec, page by page. Raises `SandboxError` when the sandbox itself fails."""
+    """All readable files of a fresh sandbox with this spec, page by page. Raises `SandboxError` if the sandbox fails."""
     sandbox = await sandboxes.open(spec)
     copied, skip = ImageFiles(), 0
     try:
@@ -77,16 +77,16 @@ async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFile
             result = await sandbox.python(program, timeout_s=PAGE_S, output_bytes=PAGE_BYTES)
             page = _page(result.stdout) if result.ok and not result.truncated else None
             if page is None:
-                copied.problem = f"its image's files cannot be listed: {(result.reason or result.stderr)[-200:] or 'no list came back'}"
+                copied.problem = f"its image's files cannot be listed: {(result.reason or result.stderr)[-200:] or 'invalid output'}"
                 return copied
             files, more, big = page
             copied.files |= files
             if big:
-                copied.problem = f"of files over {FILE_BYTES >> 10} KiB only the beginning was searched"
+                copied.problem = f"only the first {FILE_BYTES >> 10} KiB of larger files were searched"
             if more is None:
                 return copied
             if more <= skip:
-                raise SandboxError(f"sandbox {sandbox.id}: the listing of its files does not get past number {skip}")
+                raise SandboxError(f"sandbox {sandbox.id}: the listing of its files does not advance past number {skip}")
             skip = more
     finally:
         await sandbox.close()

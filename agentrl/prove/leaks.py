@@ -1,4 +1,4 @@
-"""Findings of `agentrl check` about answers that the agent could read; `agentrl.contract.leaks` says what they are."""
+"""Findings of `agentrl check` about answers that the agent can read; `agentrl.contract.leaks` defines them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentrl.prove.findings import Finding, clipped, examples, plural, unique
 
 
 def findings_of(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
-    """Findings over all tasks (id -> leaks): one for sure leaks, one for the others."""
+    """Findings over all tasks (id -> leaks): one for certain leaks, one for the others."""
     findings: list[Finding] = []
     for sure in (True, False):
         of_kind = {task: [leak for leak in some if leak.sure is sure] for task, some in leaks_of.items()}

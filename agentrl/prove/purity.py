@@ -1,4 +1,4 @@
-"""The same seed, split and index give the same task: drawn again, in another order, in another process."""
+"""Checks that the same seed, split and index give the same task: drawn again, in another order, in another process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from agentrl.records import Split
 from agentrl.task import make_task
 
 NAME = "the same seed, split and index give the same task"
-_FAR = tuple(10_007 * number for number in range(1, 9))  # indices drawn from an endless split, besides the first ones
+_FAR = tuple(10_007 * number for number in range(1, 9))  # additional indices drawn from an endless split
 _SEED_TASKS = 8
 
 Drawn = Mapping[str, tuple[str, str]] | str
 
 
 def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
-    """Draws the tasks three times: in order; backwards, from the same family; and in another process with another hash seed."""
+    """Draws the tasks three times: in order; backwards from the same family; and in another process with another hash seed."""
     family = source.open()
     draws = [(split, index) for split, size in sizes.items() for index in range(size)]
     draws += [(split, index) for split in Split if family.size(split) is None for index in _FAR]
@@ -33,7 +33,7 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
         findings = _differences(first, other, "in another process, with another hash seed")
     cannot = [draw for draw, one in first.items() if isinstance(one, str)]
     if cannot:
-        what = f"{plural(len(cannot), 'task')} cannot be made: {first[cannot[0]]}"
+        what = f"{plural(len(cannot), 'task')} cannot be created: {first[cannot[0]]}"
         findings.insert(0, Finding(severity="failure", what=what, tasks=tuple(map(draw_name, cannot))))
     findings += _differences(first, again, "drawn again in another order")
     return Proof(
@@ -51,7 +51,7 @@ def _drawn(family: TaskFamily, draw: Draw) -> Drawn:
 
 
 def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how: str) -> list[Finding]:
-    """One finding for all tasks that differ: which fields, and the first of them in both forms."""
+    """One finding for all tasks that differ, with the fields and the first difference."""
     differing: dict[Draw, list[str]] = {}
     for draw, one in first.items():
         other = second[draw]
@@ -86,13 +86,13 @@ def _text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
 
 
 def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:
-    """A note when another seed gives the same training tasks."""
+    """A note if another seed gives the same training tasks."""
     one, other = source.open(), source.open(seed=source.seed + 1)
     known = [size for size in (sizes[Split.TRAIN], other.size(Split.TRAIN), _SEED_TASKS) if size is not None]
     pairs = [(_drawn(one, (Split.TRAIN, index)), _drawn(other, (Split.TRAIN, index))) for index in range(min(known))]
     if not pairs or any(_without_id(first) != _without_id(second) for first, second in pairs):
         return []
-    return [Finding(severity="note", what="another seed gives the same training tasks: the family makes no use of its seed")]
+    return [Finding(severity="note", what="another seed gives the same training tasks: the family does not use its seed")]
 
 
 def _without_id(drawn: Drawn) -> Drawn:

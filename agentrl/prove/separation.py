@@ -1,4 +1,4 @@
-"""Checks that an agent's code runs in another sandbox than its tests. If not, a policy in training can learn to cheat."""
+"""Checks that an agent's code runs in another sandbox than its tests. Otherwise a policy can learn to cheat in training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WAYS = {
     "shell": "the code under test shares a sandbox with test.sh: it can read the expected values and write into the shell's memory",
     "harbor": "the code under test shares a sandbox with the verdict: it can write the reward file",
 }
-"""Modes of grading in which tests and the code under test share a sandbox, and what that allows."""
+"""Modes of grading in which tests and code under test share a sandbox -> the risk."""
 
 
 def prove_separation(tasks: Sequence[Task]) -> Proof:
-    """Marks tasks whose tests share a sandbox with the code under test as unsafe for training. Their scores are still correct."""
+    """Reports tasks whose tests share a sandbox with the code under test as unsafe for training. Their scores are still correct."""
     modes: dict[str, list[str]] = {}
     graded = 0
     for task in tasks:

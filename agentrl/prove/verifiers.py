@@ -1,4 +1,4 @@
-"""Verifiers give a score for anything an agent hands in, and the same score again."""
+"""Checks that verifiers score anything an agent submits, and give the same score again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.scores import above
 
 NAME = "verifiers score anything, and twice alike"
 TASKS = 3
-"""Tasks of each verifier that get odd answers."""
+"""Number of tasks of each verifier that get malformed answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class Golden:
 
 
 async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], scorer: TaskScorer, *, parallel: int) -> Proof:
-    """Scores odd answers for a few tasks of each verifier, and every gold episode (`golden`, by task id) a second time."""
-    scorer = replace(scorer, controls=False)  # a verifier that fails is told, whatever made it fail
+    """Scores malformed answers for a few tasks of each verifier, and every gold episode (`golden`, by task id) a second time."""
+    scorer = replace(scorer, controls=False)  # every failure of a verifier counts, also a provoked one
     chosen: dict[tuple[str, ...], list[Task]] = {}
     for task in tasks:
         some = chosen.setdefault(task.verifiers, [])
@@ -53,12 +53,12 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
     for case, job in odd_ones:
         if problem := _problem(job.result()):
             bad.setdefault(problem, []).append(case)
-    findings = [Finding(severity="failure", what=f"{problem}; handed in: {examples(cases)}") for problem, cases in bad.items()]
+    findings = [Finding(severity="failure", what=f"{problem}; submitted: {examples(cases)}") for problem, cases in bad.items()]
     pairs = [(task.id, golden[task.id].score, job.result()) for task, job in again]
     verifiers = {name for task in tasks for name in task.verifiers}
     return Proof(
         name=NAME,
-        looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} odd answers, {plural(len(pairs), 'gold episode')} twice",
+        looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} malformed answers, {plural(len(pairs), 'gold episode')} twice",
         findings=(*findings, *_unlike(pairs)),
     )
 
@@ -84,7 +84,7 @@ def _odd_episodes(task: Task, golden: Golden | None) -> list[tuple[str, Episode]
 
 
 def _problem(score: Score) -> str:
-    """What is wrong with the score of odd work; empty when it is 0."""
+    """What is wrong with the score of malformed work; empty if it is 0."""
     if score.value is None:
         return f"no score: {clipped(score.reason, 300)}"
     if not math.isfinite(score.value):
