@@ -23,17 +23,17 @@ def view(*notes: str) -> View:
 
 def test_what_goes_beyond_the_bounds_is_refused_and_said() -> None:
     memory = view().begin()
-    assert memory.note("x" * 41) == (False, "a note may have 40 characters, not 41: it was not kept")
+    assert memory.note("x" * 41) == (False, "not saved: the note has 41 characters, but the limit is 40")
     assert memory.note(" \n\t ")[0] is False and memory.recall("x" * 201)[0] is False
-    assert memory.note("\x1b[2Ja\u202eb\r\nc ") == (True, "noted")
-    assert memory.note("one") == (True, "noted") and memory.note(" one\n") == (True, "noted before")
+    assert memory.note("\x1b[2Ja\u202eb\r\nc ") == (True, "saved")
+    assert memory.note("one") == (True, "saved") and memory.note(" one\n") == (True, "already saved")
     others = [threading.Thread(target=memory.note, args=(f"{number}",)) for number in range(20)]
     for one in others:
         one.start()
     for one in others:
         one.join()
     assert memory.memo.notes[:2] == ("\ufffd[2Ja\ufffdb\nc", "one") and len(memory.memo.notes) == 3
-    assert memory.note("late") == (False, "3 notes are kept of a task, and were written: it was not kept")
+    assert memory.note("late") == (False, "not saved: the limit of 3 notes for this task is reached")
     assert memory.recall("one") == (True, "no notes") and memory.memo.read == (), "its own are not found"
 
 
@@ -47,5 +47,5 @@ def test_the_scope_is_the_family_or_the_project_that_a_task_names() -> None:
     task = sample_task(data={"project": "kelmor"})
     assert scope_of(task, "family") == f"family:{task.family}" and scope_of(task, "project") == "project:kelmor"
     for data in ({}, {"project": ""}, {"project": 3}, {"project": "x" * 201}):
-        with pytest.raises(TaskError, match="names no project"):
+        with pytest.raises(TaskError, match="has no project"):
             scope_of(sample_task(data=data), "project")

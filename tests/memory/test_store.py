@@ -85,7 +85,7 @@ def test_a_step_comes_once_and_whole_and_in_its_turn(tmp_path: Path) -> None:
     assert texts(store, "") == ["two", "one"] and store.counts() == {SCOPE: (2, 1)}, "the same text is kept once"
     with pytest.raises(StoreError, match="step 2 cannot come before those of step 1"):
         store.commit(2, [])
-    with pytest.raises(StoreError, match="was shown notes of nobody"):
+    with pytest.raises(StoreError, match="read notes of nobody"):
         store.commit(1, [note("e2", "kept?"), note("e3", "no", read=("nobody",))])
     assert store.version == 1 and "kept?" not in texts(store, "", 9)
     store.close()
@@ -93,7 +93,7 @@ def test_a_step_comes_once_and_whole_and_in_its_turn(tmp_path: Path) -> None:
     assert store.version == 1 and texts(store, "two") == ["two"]
     store.close()
     (tmp_path / "notes.sqlite").write_bytes(b"no database, but as long as one begins" * 200)
-    with pytest.raises(StoreError, match="delete it, and the run makes it again"):
+    with pytest.raises(StoreError, match="delete it; the run rebuilds it"):
         NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
 
 

@@ -61,7 +61,7 @@ def test_a_truth_that_is_a_constant_is_no_defect(truth: str) -> None:
 
 def test_a_truth_that_is_a_constant_in_other_words_is_told_and_no_failure() -> None:
     proof = prove(numeric, some("1.0", "20"))
-    assert proof.ok and told(proof) == [("note", "v gives '1' to t0 more than 0; it may be right there")]
+    assert proof.ok and told(proof) == [("note", "v scores '1' to t0 above 0; the answer may be right there")]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_truth_that_is_a_constant_in_other_words_is_told_and_no_failure() -> N
 def test_a_verifier_that_pays_for_an_answer_without_work_is_told_with_the_answer(pays: Any, kind: str, shown: str) -> None:
     proof = prove(Paying(pays), some("north", "south"))
     ((severity, what),) = told(proof)
-    assert severity == "failure" and "v gives up to 0.5 for answers without work" in what and shown in what
+    assert severity == "failure" and "v scores up to 0.5 for answers without work" in what and shown in what
     assert dict(zip(*proof.table, strict=True))[kind] == "0.5"
 
 
@@ -142,7 +142,7 @@ def test_a_judge_of_groups_puts_answers_without_work_below_the_gold_one() -> Non
 
     fooled = proven(Longest())
     assert not fooled.ok and [row[0] for row in fooled.table] == ["highest score of", "v", "rank"]
-    assert dict(zip(fooled.table[0], fooled.table[2], strict=True))["injection"] == "1" and "rank gives up to 1" in fooled.findings[0].what
+    assert dict(zip(fooled.table[0], fooled.table[2], strict=True))["injection"] == "1" and "rank scores up to 1" in fooled.findings[0].what
     assert proven(Fair()).findings == (), "what a group judge gives compares, and need not be 0"
 
 

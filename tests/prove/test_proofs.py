@@ -80,10 +80,10 @@ def test_a_family_that_leans_on_the_hash_seed_differs_in_another_process_alone()
 
 def test_what_cannot_be_made_or_written_down_is_told_with_its_place() -> None:
     found = pure("Unmade")
-    assert "4 tasks cannot be made: KeyError: 'region'" in failures(found)[0]
+    assert "4 tasks cannot be created: KeyError: 'region'" in failures(found)[0]
     assert found.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
     told = [(one.severity, one.what) for one in found.findings[1:]]
-    assert told == [("note", "another seed gives the same training tasks: the family makes no use of its seed")]
+    assert told == [("note", "another seed gives the same training tasks: the family does not use its seed")]
     with pytest.raises(ValueError, match=r"Task\.data: 'answer': a set is not JSON"):
         replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
@@ -217,11 +217,11 @@ async def scored(name: str) -> Proof:
 
 async def test_verifiers_that_break_on_odd_answers_or_change_their_mind_are_told() -> None:
     good = await scored("Good")
-    assert good.findings == () and good.looked_at == "1 verifier: 30 odd answers, 6 gold episodes twice"
+    assert good.findings == () and good.looked_at == "1 verifier: 30 malformed answers, 6 gold episodes twice"
     told = failures(await scored("Brittle"))
     assert [what.partition(";")[0] for what in told] == [
         "a score of 1 for work that is wrong",
-        "no score: tests.prove.bad_families:brittle: verifier gave str, not a Score",
+        "no score: tests.prove.bad_families:brittle: verifier returned str, not a Score",
     ]
     assert "two megabytes for sums-train-0" in told[0]
     (told_twice,) = failures(await scored("Fickle"))
@@ -244,8 +244,8 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
     assert told >= {
         ("warning", "calculator raises TypeError"),
         ("warning", "calculator raises KeyError"),
-        ("failure", "talker gives str, not a ToolOutcome"),
-        ("failure", "untold: its schema has no description, so the agent is not told what it does"),
+        ("failure", "talker returns str, not a ToolOutcome"),
+        ("failure", "untold: its schema has no description, so the agent does not know what it does"),
     }
     assert any(
         what.startswith("misnamed does not load: ") and "is called 'misnamed', and 'other' in its schema" in what for _, what in told
@@ -256,7 +256,7 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
     assert "does not load: 'tests.prove.bad_families:nothing': tests.prove.bad_families has no attribute 'nothing'" in lost.what
     twice = [replace(tasks[0], tools=("tests.prove.bad_families:calculator", "tests.prove.bad_families:calculator"))]
     assert any(
-        "two tools of one task are called 'calculator'" in what
+        "two tools of one task have the name 'calculator'" in what
         for what in failures(await prove_tools(twice, ScriptedSandboxes(printing(""))))
     )
 
@@ -269,9 +269,9 @@ async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episo
         return [what.removeprefix(f"tool tests.prove.bad_families:{name}: ").partition(":")[0] for what in failures(proof)]
 
     assert await told("Notes") == []
-    assert await told("Gossip") == ["what one episode tells it is there for the next"]
-    assert await told("Forgetful") == ["a state that is restored is another one"]
-    assert await told("Stubborn") == ["its state is not restored (KeyError"]
+    assert await told("Gossip") == ["its state leaks into the next episode"]
+    assert await told("Forgetful") == ["its restored state differs from the saved one, so a resumed episode has other tools"]
+    assert await told("Stubborn") == ["its state cannot be restored (KeyError"]
     assert await told("Opaque") == ["the state of Opaque cannot be taken"]
 
 
@@ -279,7 +279,7 @@ async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episo
 async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> None:
     tasks = [replace(source("Tooled").open().task(Split.TRAIN, 0), tools=("tests.prove.bad_families:holder",))]
     (told,) = failures(await prove_tools(tasks, ScriptedSandboxes(printing(""))))
-    assert told.startswith("tool tests.prove.bad_families:holder holds the whole run for more than 6 s (await what waits")
+    assert told.startswith("tool tests.prove.bad_families:holder blocks the event loop for more than 6 s (await what waits")
 
 
 @pytest.mark.bubblewrap
@@ -304,7 +304,7 @@ def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == ([wrong] if wrong else [])
     assert len(verdicts) == 9 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in done.output
     if name == "Leaking":
-        assert "sums-train-0: meta.json gives by its name data.answer" in done.output
+        assert "sums-train-0: meta.json contains, next to its key, data.answer" in done.output
 
 
 @pytest.mark.bubblewrap
@@ -327,7 +327,7 @@ async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_o
         proof = await prove_tools([task], sandboxes)
     finally:
         await sandboxes.close()
-    broke = "tool tests.prove.bad_families:breaker makes its sandbox fail, so that the episode is left out: the exec server is gone"
+    broke = "tool tests.prove.bad_families:breaker makes its sandbox fail, which excludes the episode: the exec server is gone"
     assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
 
 

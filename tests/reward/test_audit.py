@@ -51,7 +51,7 @@ async def test_an_audit_moves_no_reward_and_contradicts_it() -> None:
     assert score.value == plain.value == 1.0 and score.turn_rewards == plain.turn_rewards
     assert score.parts[AUDIT] == score.parts[f"audit/{HERE}:strict"] == 0.25
     said = disagreement(TASK, scored(score), below=1.0)
-    assert said.startswith("the audit gives 0.25 where the reward is 1: audit ") and "\x1b" not in said
+    assert said.startswith("the audit is 0.25, but the reward is 1: audit ") and "\x1b" not in said
     assert disagreement(TASK, scored(plain), below=1.0) == ""
 
 

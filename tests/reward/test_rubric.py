@@ -75,7 +75,7 @@ def test_a_gate_that_fails_gives_0_and_asks_nothing_more(gate: float, part: floa
     whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, gate={"open": (Gives(gate), least)})(TASK, EPISODE))
     passed = gate >= min(least, 1 - 1e-9)
     assert whole.value == (pytest.approx(part) if passed else 0.0) and verifier.asked == passed
-    assert whole.parts["open"] == gate and ("gate open fails" in whole.evidence) == (not passed)
+    assert whole.parts["open"] == gate and ("required criterion open fails" in whole.evidence) == (not passed)
 
 
 @given(values, values, values, st.floats(0.01, 1))
@@ -99,12 +99,12 @@ async def test_a_gate_may_be_a_part_and_then_weighs_too() -> None:
         (Score(value=None, reason="no idea"), "part bad: no idea"),
         (KeyError("answer"), "part bad: verifier raised KeyError"),
         (SystemExit("enough"), "part bad: verifier raised SystemExit"),
-        ("hang", "part bad: verifier gave no score within 0.05 s"),
-        ("text", "part bad: verifier gave str, not a Score"),
-        (1.5, "part bad: verifier gave 1.5, and a rubric's parts go from 0 to 1"),
-        (-0.5, "part bad: verifier gave -0.5"),
+        ("hang", "part bad: verifier returned no score within 0.05 s"),
+        ("text", "part bad: verifier returned str, not a Score"),
+        (1.5, "part bad: verifier returned 1.5, outside a rubric's range of 0 to 1"),
+        (-0.5, "part bad: verifier returned -0.5"),
         (float("nan"), "part bad: verifier raised ValueError: Score.value: is NaN"),
-        (float("inf"), "part bad: verifier gave inf for a number"),
+        (float("inf"), "part bad: verifier returned inf instead of a finite number"),
     ],
 )
 async def test_a_part_without_a_value_leaves_the_whole_without_one_unless_it_is_optional(what: Any, reason: str) -> None:
@@ -138,7 +138,7 @@ async def test_a_part_may_judge_in_sandboxes() -> None:
     rubric = Rubric({"tests": (InSandboxes(), 1.0), "short": (Gives(0.0), 1.0)})
     assert rubric.needs_sandboxes and (await score(rubric, here)).value == 0.5
     assert not Rubric({"short": (Gives(0.0), 1.0)}).needs_sandboxes
-    with pytest.raises(PluginError, match="judges in sandboxes"):
+    with pytest.raises(PluginError, match="needs sandboxes"):
         await score(rubric)
 
 
@@ -153,18 +153,18 @@ async def test_turn_rewards_are_weighted_as_values_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"parts": {}}, "without parts"),
+        ({"parts": {}}, "needs parts"),
         ({"parts": {"a": (Gives(1.0), 0.0)}}, "weight of 'a' is 0.0"),
         ({"parts": {"a": (Gives(1.0), float("nan"))}}, "weight of 'a' is nan"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "b"}, "no part is called 'b'"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": {"a": Gives(1.0)}}, "is a part too"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"b": 0.5}}, "no part is called 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "b"}, "there is no part 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": {"a": Gives(1.0)}}, "is also a part"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"b": 0.5}}, "there is no part 'b'"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"a": 1.5}}, "caps: most of 'a' is 1.5"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "optional": ("b",)}, "no part is called 'b'"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "a", "optional": ("a",)}, "is a gate and optional"),
-        ({"parts": {"a": (3, 1.0)}}, "int is no verifier"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "optional": ("b",)}, "there is no part 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "a", "optional": ("a",)}, "is both required and optional"),
+        ({"parts": {"a": (3, 1.0)}}, "int is not a verifier"),
         ({"parts": {"a": ("nowhere:x", 1.0)}}, "no module named 'nowhere'"),
-        ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "no name for a part"),
+        ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "not a valid name of a part"),
     ],
 )
 def test_a_rubric_that_cannot_work_is_refused_when_it_is_made(arguments: Any, said: str) -> None:
@@ -178,6 +178,6 @@ async def test_a_verifier_that_says_its_bounds_is_held_to_them() -> None:
 
     assert (await TaskScorer(_verifiers={"v": Wide(-1.0)})(TASK, EPISODE)).value == -1.0
     outside = await TaskScorer(_verifiers={"v": Wide(1.5)})(TASK, EPISODE)
-    assert outside.value is None and "gave 1.5, and its values go from -1 to 1" in outside.reason
+    assert outside.value is None and "returned 1.5, outside its bounds -1 to 1" in outside.reason
     with pytest.raises(PluginError, match="go from -1 to 1"):
         Rubric({"a": (Wide(0.0), 1.0)})

@@ -117,7 +117,7 @@ class Fragile(Ranks):
 async def test_an_attempt_whose_words_break_the_judge_does_not_take_its_group_out(said: str) -> None:
     scores = await scorer(Fragile(), timeout_s=0.3).together(TASK, [ended("1"), ended(said), ended("-2"), ended(said)])
     assert [score.value for score in scores] == [1.0, -2.0, -2.0, -2.0]
-    assert "at what this attempt says" in scores[1].evidence
+    assert "because of this attempt's text" in scores[1].evidence
 
 
 async def test_attempts_that_all_break_the_judge_get_the_lowest_value() -> None:
@@ -158,7 +158,7 @@ def test_who_cannot_be_asked_about_a_group_is_refused(tmp_path: Path, monkeypatc
     (tmp_path / "their_judges.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("Kind", "number"):
-        with pytest.raises(PluginError, match="is no judge of groups"):
+        with pytest.raises(PluginError, match="is not a group judge"):
             load_group_judge(f"their_judges:{name}")
     with pytest.raises(PluginError, match=r"tasks\.group_judge"):
         load_group_judge("their_judges:alone")

@@ -225,7 +225,7 @@ async def test_mathematics(truth: str, answer: str, due: float) -> None:
 @pytest.mark.slow
 async def test_an_answer_that_takes_mathematics_for_ever_is_wrong_and_the_next_is_judged() -> None:
     given_ = await judged(mathematics, task(answer="3"), episode("9^{9^{9^{9}}}"))
-    assert given_.value == 0.0 and "gave no verdict within 3 s" in given_.evidence
+    assert given_.value == 0.0 and "returned nothing within 3 s" in given_.evidence
     assert await value(mathematics, "3", answer="3") == 1.0
 
 
@@ -284,7 +284,7 @@ async def test_pattern(verifier: Pattern, answer: str, due: float) -> None:
 @pytest.mark.slow
 async def test_a_text_that_takes_a_pattern_for_ever_does_not_match() -> None:
     given_ = await judged(pattern, task(answer="(a+)+b"), episode("a" * 60))
-    assert given_.value == 0.0 and "gave no verdict within 2 s" in given_.evidence
+    assert given_.value == 0.0 and "returned nothing within 2 s" in given_.evidence
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ async def test_partial_marks_are_kept_as_a_part() -> None:
     [
         ("chain_sum", None, "no answer"),
         ("chain_sum", " \n", "no answer"),
-        ("chain_sum", "9" * (LONGEST + 1), "longer than 1000"),
-        ("countdown", "__import__('os').system('true')", "language of countdown"),
-        ("countdown", "9**9**9**9", "language of countdown"),
+        ("chain_sum", "9" * (LONGEST + 1), "more than 1000"),
+        ("countdown", "__import__('os').system('true')", "form of countdown"),
+        ("countdown", "9**9**9**9", "form of countdown"),
     ],
 )
 async def test_some_answers_are_wrong_without_being_asked_about(name: str, answer: str | None, said: str) -> None:
@@ -140,7 +140,7 @@ async def test_a_scorer_that_fails_at_the_truth_too_gives_no_score(mark: float, 
     monkeypatch.setattr(reasoning, "_scorers", Odd())
     one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
     given = await score(one, "3")
-    assert given.value is None and "no mark from 0 to 1" in given.reason
+    assert given.value is None and "not from 0 to 1" in given.reason
 
 
 @pytest.mark.parametrize(("times", "value"), [(1, 1.0), (2, 0.0)])
@@ -150,13 +150,13 @@ async def test_a_scorer_that_takes_too_long_is_asked_once_more(times: int, value
     class Slow(Scorers):
         def mark(self, origin: Any, truth: str, answer: str) -> float:
             if answer != truth and next(stops, False):
-                raise Stopped("gave no mark within 5 s")
+                raise Stopped("returned no mark within 5 s")
             return 1.0
 
     monkeypatch.setattr(reasoning, "_scorers", Slow())
     one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
     given = await score(one, "3")
-    assert given.value == value and ("at answer '3' the scorer gave no mark" in given.evidence) == (value == 0.0)
+    assert given.value == value and ("answer '3': the scorer returned no mark" in given.evidence) == (value == 0.0)
 
 
 @pytest.mark.models

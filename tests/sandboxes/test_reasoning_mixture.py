@@ -31,8 +31,8 @@ def test_names_levels_keys_and_weights() -> None:
         ("gcd:", "'gcd:'"),
         ("gcd:0", "weight 0"),
         ("gcd:1001", "weight 1001"),
-        ("gcd(max_terms)", "no key=value"),
-        ("gcd(__class__.x=1)", "no key=value"),
+        ("gcd(max_terms)", "not key=value"),
+        ("gcd(__class__.x=1)", "not key=value"),
         ("gcd, lcm, gcd:2", "gcd twice"),
     ],
 )

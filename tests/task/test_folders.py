@@ -161,11 +161,11 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (add("instruction.md", " \n"), ["instruction.md: is empty"]),
     (add("instruction.md", b"\xff\xfe"), ["instruction.md: cannot be read as text"]),
     (remove("tests"), ["tests: is missing"]),
-    (remove("solution/solve.sh"), ["solution: holds 0 of solve.sh and solve.py"]),
-    (add("solution/solve.py"), ["solution: holds 2 of"]),
+    (remove("solution/solve.sh"), ["solution: contains 0 of solve.sh and solve.py"]),
+    (add("solution/solve.py"), ["solution: contains 2 of"]),
     (remove("../image.toml"), ["environment: has no image", "image.toml"]),
     (add("environment/data.csv"), ["environment/data.csv: is not used", "environment/files"]),
-    (add("readme.txt"), ["readme.txt: is no part of a task"]),
+    (add("readme.txt"), ["readme.txt: does not belong to a task"]),
     (link("environment/files/link"), ["environment/files/link: is not a regular file"]),
     (link("tests/link"), ["tests/link: is not a regular file"]),
     (edit("task.toml", "version", "= version"), ["task.toml: is not TOML"]),
@@ -185,16 +185,16 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (edit("task.toml", "cpus = 2", "allow_internet = true"), ["environment.allow_internet = True: ", "environment.network = []"]),
     (edit("task.toml", "cpus = 2", 'network = ["example.org"]'), ["environment.network: ", "example.org"]),
     (edit("task.toml", "cpus = 2", "gpus = 1"), ["environment.gpus = 1: a sandbox has no GPU"]),
-    (edit("task.toml", "cpus = 2", 'memory = "much"'), ["environment.memory = 'much': is a size"]),
+    (edit("task.toml", "cpus = 2", 'memory = "much"'), ["environment.memory = 'much': must be a size"]),
     (edit("task.toml", "cpus = 2", 'env = { KEY = "1" }'), ["environment.env = ", "ENV lines into environment/Dockerfile"]),
-    (edit("task.toml", "timeout_sec = 20.0", 'user = "root"'), ["verifier.user = 'root': programs run as the sandbox's own user"]),
+    (edit("task.toml", "timeout_sec = 20.0", 'user = "root"'), ["verifier.user = 'root': programs run as the sandbox's user"]),
     (edit("task.toml", "timeout_sec = 20.0", "timeout_sec = 9999"), ["verifier.timeout_sec: ", "3600"]),
     (edit("task.toml", "[metadata]", "[solution]\nsecret = 1\n[metadata]"), ["solution: unknown key"]),
     (edit("task.toml", '"src/**"', '"../x"'), ["outputs: '../x' is not a plain path"]),
     (edit("task.toml", '["answer.txt", "src/**"]', "[]"), ["outputs: "]),
-    (edit("task.toml", "outputs", 'split = "test"\noutputs'), ["split: is one of train, heldout"]),
+    (edit("task.toml", "outputs", 'split = "test"\noutputs'), ["split: must be one of train, heldout"]),
     (edit("task.toml", "[verifier]", '[verifier]\nmode = "magic"'), ["verifier.mode: "]),
-    (edit("task.toml", "[verifier]", '[verifier]\nmode = "pytest"'), ["runs do nothing with verifier.mode = pytest"]),
+    (edit("task.toml", "[verifier]", '[verifier]\nmode = "pytest"'), ["runs have no effect with verifier.mode = pytest"]),
     (edit("tests/runs.toml", "argv", "args"), ["tests/runs.toml: run.0: needs either argv"]),
     (edit("tests/runs.toml", "argv", "arg"), ["tests/runs.toml: run.0.arg: unknown key; known here: args, argv, call"]),
     (edit("tests/runs.toml", "input.txt", "gone.txt"), ["there is no file tests/gone.txt"]),
@@ -206,10 +206,10 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (add("tests/runs.toml", CALLED + "args = [2026-11-22]\n"), ["tests/runs.toml: run.0.args: a date is not JSON"]),
     (add("tests/runs.toml", CALLED + "args = [nan]\n"), ["tests/runs.toml: run.0.args: nan is not a JSON number"]),
     (add("tests/runs.toml", CALLED + "[run.kwargs]\na = 12:30:00\n"), ["tests/runs.toml: run.0.kwargs: 'a': a time is not JSON"]),
-    (add("tests/runs.toml", RUNS + RUNS), ["two runs are named 'one'"]),
-    (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "asks for 'answers'"]),
+    (add("tests/runs.toml", RUNS + RUNS), ["two runs have the name 'one'"]),
+    (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "has a parameter 'answers'"]),
     (edit("tests/test_it.py", "def", "dfe"), ["tests/test_it.py", "invalid syntax"]),
-    (edit("tests/test_it.py", "test_it", "it"), ["tests/ holds no test"]),
+    (edit("tests/test_it.py", "test_it", "it"), ["tests/ has no test"]),
 ]
 REWARD = "echo 1 > /logs/verifier/reward.txt\n"
 
@@ -233,7 +233,7 @@ def test_every_mistake_of_every_task_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as error:
         TaskFolders(tmp_path / "family", root=tmp_path)
     said = str(error.value).splitlines()
-    assert said[0] == "family: 2 of 3 tasks cannot be read"
+    assert said[0] == "family: 2 of 3 tasks are invalid"
     for name in ("one", "two"):
         assert [line.removeprefix(f"task {name}: ").split(" ")[0] for line in said if line.startswith(f"task {name}: ")] == [
             *("more.txt,", "task.toml:", "instruction.md:", "solution:", "tests/runs.toml:"),
@@ -243,9 +243,9 @@ def test_every_mistake_of_every_task_is_told_at_once(tmp_path: Path) -> None:
 HARBOR_MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (prebuilt, ["environment.docker_image = 'example/one:1' has no Dockerfile", "environment/Dockerfile: FROM example/one:1"]),
     (swap_image, ["writes a reward to /logs/verifier", "fix: write environment/Dockerfile"]),
-    (add("environment/docker-compose.yaml"), ["asks for several containers"]),
-    (edit("task.toml", "[metadata]", '[[steps]]\nname = "one"\n[metadata]'), ["steps = ", "a folder of each step"]),
-    (edit("task.toml", "timeout_sec = 20.0", 'mode = "shell"'), ["/logs/verifier, which mode shell does not read", 'mode = "harbor"']),
+    (add("environment/docker-compose.yaml"), ["needs several containers"]),
+    (edit("task.toml", "[metadata]", '[[steps]]\nname = "one"\n[metadata]'), ["steps = ", "a folder for each step"]),
+    (edit("task.toml", "timeout_sec = 20.0", 'mode = "shell"'), ["/logs/verifier, which mode shell ignores", 'mode = "harbor"']),
     (
         add("tests/test.sh", f"apt-get update\n{REWARD}"),
         ["tests/test.sh: line 1 (apt-get update): installs packages", "environment/Dockerfile"],
@@ -340,6 +340,6 @@ def test_the_shipped_family_is_whole() -> None:
 
 def test_a_folder_whose_name_is_not_utf8_is_a_mistake(tmp_path: Path) -> None:
     good(tmp_path / "family", "na\udcffme")
-    with pytest.raises(TaskError, match=r"'na\\udcffme': is a name that is not UTF-8(?s:.*)rename the folder") as caught:
+    with pytest.raises(TaskError, match=r"'na\\udcffme': is not a valid name(?s:.*)rename the folder") as caught:
         TaskFolders(tmp_path / "family", root=tmp_path)
     str(caught.value).encode()

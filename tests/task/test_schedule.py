@@ -68,5 +68,5 @@ def test_what_a_family_makes_that_is_no_task_is_told_as_a_task_error() -> None:
         def task(self, split: Split, index: int) -> Task:
             return replace(super().task(split, index), data={"answer": float("nan")})
 
-    with pytest.raises(TaskError, match=r"ten: train task \d cannot be made: Task.data: 'answer': nan is not a JSON number"):
+    with pytest.raises(TaskError, match=r"ten: train task \d cannot be created: Task.data: 'answer': nan is not a JSON number"):
         GroupSchedule(Broken(), seed=0).task(0)

@@ -138,7 +138,7 @@ def test_rates_of_a_judge_that_may_be_a_coin_are_not_corrected() -> None:
     assert coin.by_chance and not calibration(Table(right_right=40, right_wrong=10, wrong_right=10, wrong_wrong=40)).by_chance
     with pytest.raises(UserError, match="better than chance"):
         corrected(50, 100, coin)
-    with pytest.raises(UserError, match="no rate"):
+    with pytest.raises(UserError, match="is not a rate"):
         corrected(101, 100, _EMPTY)
 
 

@@ -160,7 +160,7 @@ def test_a_reward_model_is_measured_like_any_judge_and_reads_what_it_was_trained
     assert len(pairs) == N // 4 and all({pair.chosen, pair.rejected} <= asked for pair in pairs)
     assert all("## answer\nLyon" in pair.rejected for pair in pairs)
     save(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
-    with ChatServer(knows) as server, pytest.raises(UserError, match="of another model"):
+    with ChatServer(knows) as server, pytest.raises(UserError, match="belongs to another model"):
         TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
 
 
@@ -177,9 +177,9 @@ def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project:
         calibrate(project, server, "strict", "--out", "c.json")  # a judge that demands one can be measured all the same
         for name in ("strict", "both", "judge"):
             load(name)
-        with pytest.raises(UserError, match=r"agrees with people's labels in 0\.\d+ .* at least 0.95"):
+        with pytest.raises(UserError, match=r"agrees with human labels in 0\.\d+ .* 0.95 is required"):
             load("stricter")
-        with pytest.raises(UserError, match="of another model, prompt or setting"):
+        with pytest.raises(UserError, match="belongs to another model, prompt or setting"):
             load("changed")
         for broken in ("{", "[]", '{"format": 9}', "\x00"):
             (project / "c.json").write_text(broken)
@@ -204,15 +204,15 @@ def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
         code, found, _ = calibrate(project, server, "talkative", "--out", "c.json")
         assert found["coverage"]["value"] == pytest.approx(1 - found["abstained"] / N)  # type: ignore[index,operator]
         TaskScorer(root=project).load([f"{written(project, server)}:judge"])
-        with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* at least 0.8 is demanded"):
+        with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* 0.8 is required"):
             TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
         older = {key: value for key, value in json.loads((project / "c.json").read_text()).items() if key != "coverage"}
         (project / "c.json").write_text(json.dumps(older))
-        with pytest.raises(UserError, match="does not tell how often it gave a verdict"):
+        with pytest.raises(UserError, match="has no coverage"):
             TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
     expected = sum(chance(json.loads(line)["answer"]) < 0.2 for line in (project / "labels.jsonl").read_text().splitlines())
     assert code == 0 and found["abstained"] == expected > 4 and found["agreement"]["value"] == 1.0  # type: ignore[index]
-    assert found["more"]["reasons"] == {"judge: unreadable verdict: it is no JSON object": expected}  # type: ignore[index]
+    assert found["more"]["reasons"] == {"judge: unreadable verdict: it is not a JSON object": expected}  # type: ignore[index]
 
 
 @pytest.mark.slow

@@ -60,9 +60,9 @@ def test_a_sitting_is_kept_key_by_key_and_gone_on_with(monkeypatch: pytest.Monke
     shown, labels = press(monkeypatch, run, "r\nw")
     assert labels == ["right", "wrong"] and "1 of 5" in shown and "3 of 5" in shown and "[q]uit" in shown
     shown, labels = press(monkeypatch, run, "xuws")
-    assert labels == ["right", "wrong", "withdrawn", "wrong", "skip"] and "no verdict has the key 'x'" in shown and "taken back" in shown
+    assert labels == ["right", "wrong", "withdrawn", "wrong", "skip"] and "unknown key 'x'" in shown and "withdrawn" in shown
     shown, labels = press(monkeypatch, run, "uuuuRrrrrrrr")
-    assert labels[5:] == ["withdrawn"] * 3 + ["right"] * 5 and "nothing to take back" in shown and "every answer has a label" in shown
+    assert labels[5:] == ["withdrawn"] * 3 + ["right"] * 5 and "nothing to undo" in shown and "all answers are labelled" in shown
     labelled = read_labels([run / "labels" / "anna.jsonl"])
     assert len(labelled) == 5 and all(one.right for one in labelled)
 
@@ -124,6 +124,6 @@ def test_two_labellers_are_compared_and_their_majority_counts(tmp_path: Path) ->
 
 def test_wrong_use_is_told(tmp_path: Path, run: Path) -> None:
     assert agentrl("label").returncode == 2 and "no episodes" in agentrl("label", str(tmp_path)).stderr
-    assert "labeller's name" in agentrl("label", str(run), "--by", "../eve").stderr
+    assert "valid name of a labeller" in agentrl("label", str(run), "--by", "../eve").stderr
     assert "no answers of phase x" in agentrl("label", str(run), "--phase", "x").stderr
     assert "no file of labels" in agentrl("judge", "calibrate", "rewards.tables:exact_answer", str(tmp_path / "none.jsonl")).stderr

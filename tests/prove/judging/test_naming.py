@@ -110,7 +110,7 @@ def test_what_judges_and_people_said_outlives_rules_that_are_still_unsure() -> N
 def test_settings_that_are_none_are_refused() -> None:
     with pytest.raises(UserError, match="no tag"):
         FailureJudge(endpoint=endpoint("http://127.0.0.1:1/v1"), classes={"No Tag": "x"})
-    with pytest.raises(UserError, match="between 0 and 1"):
+    with pytest.raises(UserError, match="from 0 to 1"):
         FailureJudge(endpoint=endpoint("http://127.0.0.1:1/v1"), least=7)
 
 

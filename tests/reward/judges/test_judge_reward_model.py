@@ -94,13 +94,13 @@ def test_a_record_is_of_the_weights_beside_it(model: Path) -> None:
     found = load(model)
     assert found.shows == ("question", "answer") and found.value(2.0) == 0.5
     (model / "model.safetensors").write_bytes(b"others")
-    with pytest.raises(UserError, match="other weights"):
+    with pytest.raises(UserError, match="does not match the weights"):
         load(model)
     for broken in ("{}", "[" * 5000, json.dumps({**json.loads((model / "reward_model.json").read_text()), "scale": 0})):
         (model / "reward_model.json").write_text(broken)
         with pytest.raises(UserError, match=r"reward_model\.json"):
             load(model)
-    with pytest.raises(UserError, match=r"holds no reward_model\.json"):
+    with pytest.raises(UserError, match=r"has no reward_model\.json"):
         load(model / "nowhere")
     for odd in ((), ("question",), ("answer", "answer"), ("answer", "soul")):
         with pytest.raises(UserError, match="cannot be shown"):
@@ -131,7 +131,7 @@ async def test_a_server_of_the_run_is_waited_for_and_named_in_the_identity(model
     with pytest.raises(UserError, match="server 'small'"):
         chat.prepare(root=Path(), folder=None)
     servers.declare({"mine": servers.Declared(folder=model, weights="a" * 64, reward_model=True)})
-    with pytest.raises(UserError, match="gives numbers"):
+    with pytest.raises(UserError, match="is a reward model"):
         Judge(endpoint=Endpoint(url=mine, model="mine"), form=CORRECT).prepare(root=Path(), folder=None)
     one = judge(mine, None)
     identity = one.identity
@@ -173,7 +173,7 @@ async def test_a_chat_judge_asks_a_server_of_the_run() -> None:
 
 def test_knobs_of_words_do_nothing_for_a_reward_model(model: Path) -> None:
     for odd in ({"seed": 1}, {"temperature": 0.5}, {"structured": "auto"}, {"max_tokens": 5}):
-        with pytest.raises(UserError, match="does nothing"):
+        with pytest.raises(UserError, match="has no effect"):
             ScoreEndpoint(url="http://127.0.0.1:1", model="rm", **odd)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="which model is it"):
         RewardModel(endpoint=ScoreEndpoint(url="http://127.0.0.1:1", model="rm"))

@@ -39,11 +39,11 @@ async def test_the_value_is_the_weighted_mean_and_the_criteria_are_parts() -> No
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        (Says("I am sorry, but I cannot rate this."), "is no JSON object"),
-        (Says('{"scores": {"correct": 1}'), "broken JSON"),
+        (Says("I am sorry, but I cannot rate this."), "is not a JSON object"),
+        (Says('{"scores": {"correct": 1}'), "not valid JSON"),
         (Says(scores(correct="1")), "no number"),
         (Says(scores(correct=7)), "outside of 0 to 1"),
-        (Says(scores(correct=float("nan"))), "holds NaN"),
+        (Says(scores(correct=float("nan"))), "contains NaN"),
         (Says("z" * 10_000_000), "more than 1,048,576 bytes"),
         (Says(scores(abstain=True)), "abstains"),
     ],
@@ -173,7 +173,7 @@ async def test_a_budget_is_held_across_processes_and_resumes(tmp_path: Path) -> 
         three = await ask(judge(calls=2), "a?", "b?", "c?")
         assert sorted(str(score.value) for score in three) == ["1.0", "1.0", "None"]
         (spent,) = [score for score in three if score.value is None]
-        assert "budget is spent (calls 2)" in spent.reason and spent.blame is Blame.INFRASTRUCTURE and len(server.requests) == 2
+        assert "budget is exhausted (calls 2)" in spent.reason and spent.blame is Blame.INFRASTRUCTURE and len(server.requests) == 2
         assert (await ask(judge(money=6.0), "d?"))[0].value is None and (await ask(judge(tokens=4_000_000), "d?"))[0].value is None
         assert (await ask(judge(money=6.01, calls=3), "d?"))[0].value == 1.0
         last = judge()

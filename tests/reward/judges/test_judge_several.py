@@ -47,7 +47,7 @@ async def test_an_ensemble_agrees_or_abstains_and_tells_how_far_it_is_apart() ->
     apart = await together(1.0, 0.0, 1.0)
     assert apart.value is None and "disagree by 0.67" in apart.reason and apart.blame is None
     assert (await together(1.0, 0.0, 1.0, aggregate="majority", max_disagreement=0.7)).value == 1.0
-    assert "as many" in (await together(1.0, 0.0, aggregate="majority", max_disagreement=1.0)).reason
+    assert "is tied" in (await together(1.0, 0.0, aggregate="majority", max_disagreement=1.0)).reason
 
 
 async def test_a_quorum_is_needed_and_who_is_down_is_not_the_policys_fault() -> None:
@@ -72,7 +72,7 @@ def test_ensembles_that_are_refused(how: dict[str, Any]) -> None:
 def test_the_same_judge_is_not_asked_twice() -> None:
     """The cache would give the second one the answer of the first, and the two would always agree."""
     one, other = (Judge(endpoint=endpoint(f"http://127.0.0.1:{port}/v1"), form=CORRECT) for port in (8000, 8001))
-    with pytest.raises(UserError, match="kept answer"):
+    with pytest.raises(UserError, match="cached answers"):
         Ensemble(judges={"a": one, "b": other})
     differs = Judge(endpoint=endpoint("http://127.0.0.1:8001/v1", revision="32b"), form=CORRECT)
     assert Ensemble(judges={"a": one, "b": differs}).identity
@@ -112,7 +112,7 @@ async def test_pairs_count_only_where_both_orders_agree(prefers: str, value: flo
         score = await judge(TASK, episode("Lyon"))
         assert score.value == value and len(server.requests) == 2
         if value is None:
-            assert "says A in one order and A in the other" in score.reason and score.blame is None
+            assert "prefers A in one order and A in the other" in score.reason and score.blame is None
         assert (await judge(TASK, episode(None))).value == 0.0
         assert "no reference" in (await judge(task(answer=None), episode("Lyon"))).reason
         await judge.close()
@@ -147,7 +147,7 @@ async def test_a_judge_that_ranks_by_place_is_seen_through() -> None:
     with ChatServer(lambda body, number: Says(ranked(body, "place"))) as server:
         judge = Listwise(endpoint=endpoint(server.url))
         found = await judge(TASK, [episode(text) for text in "abcd"])
-        assert {score.value for score in found} == {None} and "orders disagree by 1.00" in found[0].reason
+        assert {score.value for score in found} == {None} and "rankings disagree by 1.00" in found[0].reason
         asked = len(server.requests)
         assert {score.value for score in await judge(TASK, [episode("a"), episode("a")])} == {0.5}, "alike, and nobody need be asked"
         assert len(server.requests) == asked
