@@ -1,4 +1,4 @@
-"""What each proof finds in families, verifiers and tools that have one mistake, and that it finds none where there is none."""
+"""Each proof finds the one mistake of a family, verifier or tool, and nothing in sound ones."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def failures(proof: Proof) -> list[str]:
     return [finding.what for finding in proof.findings if finding.severity == "failure"]
 
 
-def test_a_family_without_mistakes_is_pure_and_its_splits_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sound_family_is_pure_with_disjoint_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pure("Good").findings == () and pure("Good").looked_at.startswith("16 tasks, each drawn three times")
     proof = apart("Good", monkeypatch)
     assert proof.findings == () and "40 tasks of train of infinitely many" in proof.unproven[0]
 
 
-def test_a_family_that_counts_its_calls_differs_here_and_elsewhere() -> None:
+def test_stateful_family_differs_in_both_processes() -> None:
     elsewhere, again = failures(pure("Impure"))
     assert (
         "16 tasks of 16 differ in another process, with another hash seed, in prompt; train 0: prompt was ...numbers.txt? Say it"
@@ -73,12 +73,12 @@ def test_a_family_that_counts_its_calls_differs_here_and_elsewhere() -> None:
     assert "16 tasks of 16 differ drawn again in another order, in prompt" in again
 
 
-def test_a_family_that_leans_on_the_hash_seed_differs_in_another_process_alone() -> None:
+def test_family_that_depends_on_the_hash_seed_differs_only_in_another_process() -> None:
     (told,) = failures(pure("Hashed"))
     assert told.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")
 
 
-def test_what_cannot_be_made_or_written_down_is_told_with_its_place() -> None:
+def test_tasks_that_cannot_be_created_or_stored_are_reported() -> None:
     found = pure("Unmade")
     assert "4 tasks cannot be created: KeyError: 'region'" in failures(found)[0]
     assert found.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
@@ -88,7 +88,7 @@ def test_what_cannot_be_made_or_written_down_is_told_with_its_place() -> None:
         replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
 
-def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
+def test_family_that_does_not_open_in_another_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "fam.py").write_text(
         "import os\nfrom tests.prove.bad_families import Good\n"
         f"if os.getpid() != {os.getpid()}:\n    raise OSError('no data here')\nclass F(Good):\n    pass\n"
@@ -98,7 +98,7 @@ def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
     assert told.startswith("the family cannot be opened in another process: ") and "no data here" in told
 
 
-def test_held_out_tasks_that_are_training_tasks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heldout_tasks_equal_to_training_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     (told,) = failures(apart("Overlapping", monkeypatch))
     assert told.startswith("6 of 6 tasks in heldout show the agent the same as a training task: sums-heldout-0 is sums-train-0, ")
 
@@ -113,7 +113,7 @@ class Few(Good):
         return replace(super().task(split, index), id="sums", split=Split.TRAIN)
 
 
-def test_repeats_names_and_misplaced_tasks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_equal_ids_and_misplaced_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_families, "Few", Few, raising=False)
     proof = apart("Few", monkeypatch)
     assert failures(proof) == ["6 tasks drawn from heldout have split train"]
@@ -146,13 +146,13 @@ GIVEN = [
 
 
 @pytest.mark.parametrize(("path", "text", "truth", "sure"), GIVEN)
-def test_a_truth_is_found_where_it_lies_and_not_by_chance(path: str, text: str, truth: str, sure: bool | None) -> None:
+def test_readable_truth_is_found_but_not_chance_matches(path: str, text: str, truth: str, sure: bool | None) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": truth})
     assert [leak.sure for leak in leaks({path: text.encode()}, truths(task))] == ([] if sure is None else [sure])
 
 
 @given(st.binary(max_size=300), st.text(min_size=1, max_size=40), st.text(max_size=20))
-def test_searching_takes_any_file_and_any_truth(data: bytes, answer: str, name: str) -> None:
+def test_search_accepts_any_file_and_any_truth(data: bytes, answer: str, name: str) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer, "deep": {"expected": [answer, 3]}})
     assert isinstance(leaks({name or "x": data}, truths(task, answer)), list)
 
@@ -167,7 +167,7 @@ def test_a_long_truth_in_a_file_is_always_found(answer: str, around: str) -> Non
         assert answer in {leak.truth.text for leak in leaks({"f": text.encode("utf-8", "replace")}, truths(task))}
 
 
-def test_what_counts_as_truth() -> None:
+def test_values_that_count_as_truth() -> None:
     task = replace(
         Good().task(Split.TRAIN, 0),
         data={"kind": "sum", "level": "ERROR", "answer": 4, "meta": {"expected_rows": ["a", "north-east"]}, "flag": True},
@@ -215,7 +215,7 @@ async def scored(name: str) -> Proof:
     return await prove_verifiers(tasks, golden, scorer, parallel=4)
 
 
-async def test_verifiers_that_break_on_odd_answers_or_change_their_mind_are_told() -> None:
+async def test_verifiers_that_fail_or_are_inconsistent_are_reported() -> None:
     good = await scored("Good")
     assert good.findings == () and good.looked_at == "1 verifier: 30 malformed answers, 6 gold episodes twice"
     told = failures(await scored("Brittle"))
@@ -228,7 +228,7 @@ async def test_verifiers_that_break_on_odd_answers_or_change_their_mind_are_told
     assert "of 6 score differently the second time: sums-train-" in told_twice
 
 
-async def test_tools_that_break_on_odd_arguments_are_told() -> None:
+async def test_tools_that_fail_on_malformed_arguments_are_reported() -> None:
     family = source("Tooled").open()
     tasks = [
         replace(
@@ -261,7 +261,7 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
     )
 
 
-async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episode() -> None:
+async def test_tool_state_must_be_restorable_and_per_episode() -> None:
     task = source("Tooled").open().task(Split.TRAIN, 0)
 
     async def told(name: str) -> list[str]:
@@ -276,7 +276,7 @@ async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episo
 
 
 @pytest.mark.slow
-async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> None:
+async def test_tool_that_blocks_the_event_loop_does_not_block_the_check() -> None:
     tasks = [replace(source("Tooled").open().task(Split.TRAIN, 0), tools=("tests.prove.bad_families:holder",))]
     (told,) = failures(await prove_tools(tasks, ScriptedSandboxes(printing(""))))
     assert told.startswith("tool tests.prove.bad_families:holder blocks the event loop for more than 6 s (await what waits")
@@ -291,7 +291,7 @@ async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> Non
         ("Leaking", "no answer is readable in what the agent is given"),
     ],
 )
-def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_reports_what_it_proved_and_what_not(name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "bad.py"
     recipe.write_text(
         "from agentrl.recipe import PolicyConfig, Recipe, TasksConfig\n"
@@ -308,7 +308,7 @@ def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp
 
 
 @pytest.mark.bubblewrap
-async def test_files_that_an_image_brings_are_looked_at(tmp_path: Path) -> None:
+async def test_files_of_an_image_are_searched(tmp_path: Path) -> None:
     """The distribution's own are left out; what a fresh sandbox shows besides is small."""
     sandboxes = select_backend("bubblewrap", run_label="test", root=ROOT)
     try:
@@ -320,7 +320,7 @@ async def test_files_that_an_image_brings_are_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.bubblewrap
-async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_one() -> None:
+async def test_tool_that_breaks_its_sandbox_is_reported_and_gets_a_fresh_one() -> None:
     task = replace(Good().task(Split.TRAIN, 0), tools=("tests.prove.bad_families:breaker",))
     sandboxes = select_backend("bubblewrap", run_label="test", root=ROOT)
     try:
@@ -331,11 +331,11 @@ async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_o
     assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
 
 
-def test_a_family_that_exits_ends_no_proof() -> None:
+def test_family_that_exits_does_not_end_the_proofs() -> None:
     assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))
 
 
-async def test_servers_of_a_recipe_are_proven_and_what_is_outside_is_never_called(tmp_path: Path) -> None:
+async def test_sandboxed_mcp_servers_are_checked_and_others_never_called(tmp_path: Path) -> None:
     server = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
     config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"), start_timeout_s=60.0)
     mine = sample_task(tools=("mcp:it", "submit"))

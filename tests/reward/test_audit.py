@@ -1,4 +1,4 @@
-"""The audit: it is logged beside the score, moves no reward, and speaks where it contradicts one."""
+"""The audit is logged next to the score, does not change the reward, and can contradict it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scored(score: Score) -> ScoredEpisode:
     return ScoredEpisode(episode=EPISODE, score=score)
 
 
-async def test_an_audit_moves_no_reward_and_contradicts_it() -> None:
+async def test_audit_does_not_change_the_reward_but_can_contradict_it() -> None:
     plain = await TaskScorer()(TASK, EPISODE)
     score = await TaskScorer(audit=(f"{HERE}:strict",))(TASK, EPISODE)
     assert score.value == plain.value == 1.0 and score.turn_rewards == plain.turn_rewards
@@ -55,7 +55,7 @@ async def test_an_audit_moves_no_reward_and_contradicts_it() -> None:
     assert disagreement(TASK, scored(plain), below=1.0) == ""
 
 
-async def test_an_audit_that_breaks_leaves_no_part_and_no_verdict() -> None:
+async def test_failing_audit_adds_no_part_and_no_contradiction() -> None:
     score = await TaskScorer(audit=(f"{HERE}:strict", f"{HERE}:broken"))(TASK, EPISODE)
     assert score.value == 1.0 and AUDIT not in score.parts and f"audit/{HERE}:strict" in score.parts
     assert "RuntimeError" in score.evidence and disagreement(TASK, scored(score), below=1.0) == ""
@@ -67,12 +67,12 @@ def test_only_a_high_reward_is_contradicted(value: float, audit: float, speaks: 
     assert bool(disagreement(TASK, scored(score), below=1.0)) is speaks
 
 
-def test_a_verifier_cannot_write_the_audits_part() -> None:
+def test_verifier_cannot_write_the_audit_part() -> None:
     forged = Score(value=1.0, parts={"audit": 1.0, "audit/strict": 1.0})
     assert audited(forged, {"strict": Score(value=None, reason="down")}).parts == {}
 
 
-def test_step_figures_hold_the_parts_within_bounds() -> None:
+def test_step_metrics_contain_the_parts_within_limits() -> None:
     many = {f"p{n}": 1.0 for n in range(100)} | {"ensemble/disagreement": 0.5, AUDIT: 0.5, "bad\x1bname": 1.0, "endless": math.inf}
     means = part_means([scored(Score(value=1.0, parts=many)), scored(Score(value=0.0, parts={AUDIT: 0.1, "zz": 4.0, "p99": 3.0}))])
     assert means["audit_mean"] == pytest.approx(0.3) and means["judge_disagreement"] == 0.5 and means["part/p99"] == 2.0
@@ -80,7 +80,7 @@ def test_step_figures_hold_the_parts_within_bounds() -> None:
     assert all(name.isprintable() and math.isfinite(value) for name, value in means.items())
 
 
-def test_a_recipe_has_no_verifier_that_audits_itself() -> None:
+def test_recipe_rejects_a_verifier_that_audits_itself() -> None:
     with pytest.raises(RecipeError, match="an audit that agrees with itself"):
         build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "verifiers": ["a:b"], "audit": ["a:b"]}})
     assert TasksConfig(family="f:F", audit=("a:b",)).audit == ("a:b",)

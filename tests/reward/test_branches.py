@@ -4,7 +4,7 @@ from agentrl.records import Score
 from agentrl.reward.branches import with_branches
 
 
-def test_verifiers_that_say_nothing_of_a_branch_stand_by_their_value() -> None:
+def test_verifiers_without_branch_scores_contribute_their_value() -> None:
     judged = Score(value=1.0, branches=(None, 0.0, 0.5), without=(None, 0.0, None))
     plain = Score(value=0.4)
     made = with_branches(Score(value=0.7), {"a": judged, "b": plain}, {"a": 0.75, "b": 0.25})

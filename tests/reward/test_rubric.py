@@ -1,4 +1,4 @@
-"""Rubrics: what a weighted sum, a gate and a cap do; whatever a part does wrong leaves the whole without a score, with the part's name."""
+"""Rubrics: weighted mean, required criteria and caps. A part that fails leaves the rubric unscored, with the part's name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ weights = st.floats(1e-3, 1e3)
 
 
 @given(st.lists(st.tuples(values, weights), min_size=1, max_size=5), st.floats(0.1, 10))
-def test_the_whole_is_the_weighted_mean_and_its_parts_are_kept(rows: list[tuple[float, float]], scale: float) -> None:
+def test_value_is_the_weighted_mean_and_parts_are_kept(rows: list[tuple[float, float]], scale: float) -> None:
     rubric = Rubric({f"p{place}": (Gives(value), weight) for place, (value, weight) in enumerate(rows)})
     scaled = Rubric({f"p{place}": (Gives(value), scale * weight) for place, (value, weight) in enumerate(rows)})
     whole, again = asyncio.run(rubric(TASK, EPISODE)), asyncio.run(scaled(TASK, EPISODE))
@@ -70,7 +70,7 @@ def test_the_whole_is_the_weighted_mean_and_its_parts_are_kept(rows: list[tuple[
 
 
 @given(values, values, st.floats(0.01, 1))
-def test_a_gate_that_fails_gives_0_and_asks_nothing_more(gate: float, part: float, least: float) -> None:
+def test_failed_requirement_scores_0_and_stops(gate: float, part: float, least: float) -> None:
     verifier = Gives(part)
     whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, gate={"open": (Gives(gate), least)})(TASK, EPISODE))
     passed = gate >= min(least, 1 - 1e-9)
@@ -79,13 +79,13 @@ def test_a_gate_that_fails_gives_0_and_asks_nothing_more(gate: float, part: floa
 
 
 @given(values, values, values, st.floats(0.01, 1))
-def test_a_cap_bounds_the_whole_where_its_part_is_too_low_and_nowhere_else(one: float, other: float, most: float, least: float) -> None:
+def test_cap_applies_only_if_its_part_is_too_low(one: float, other: float, most: float, least: float) -> None:
     parts = {"a": (Gives(one), 1.0), "b": (Gives(other), 3.0)}
     free, capped = (asyncio.run(Rubric(parts, caps=caps)(TASK, EPISODE)).value for caps in (None, {"a": (least, most)}))
     assert free is not None and capped == (min(free, most) if one < min(least, 1 - 1e-9) else free)
 
 
-async def test_a_gate_may_be_a_part_and_then_weighs_too() -> None:
+async def test_requirement_that_is_a_part_also_counts_in_the_mean() -> None:
     right, short = Gives(1.0), Gives(0.5)
     assert (await score(Rubric({"right": (right, 3.0), "short": (short, 1.0)}, gate="right"))).value == 0.875
     assert right.asked == 1, "once"
@@ -107,7 +107,7 @@ async def test_a_gate_may_be_a_part_and_then_weighs_too() -> None:
         (float("inf"), "part bad: verifier returned inf instead of a finite number"),
     ],
 )
-async def test_a_part_without_a_value_leaves_the_whole_without_one_unless_it_is_optional(what: Any, reason: str) -> None:
+async def test_missing_part_makes_the_rubric_unscored_unless_optional(what: Any, reason: str) -> None:
     parts: Any = {"good": (Gives(0.5), 1.0), "bad": (Gives(what), 9.0)}
     whole = await score(Rubric(parts, part_s=0.05))
     assert whole.value is None and reason in whole.reason
@@ -118,7 +118,7 @@ async def test_a_part_without_a_value_leaves_the_whole_without_one_unless_it_is_
     assert gated.value is None and reason in gated.reason
 
 
-async def test_blame_and_faults_of_the_machine_are_handed_on() -> None:
+async def test_blame_and_infrastructure_faults_are_propagated() -> None:
     broken = await score(Rubric({"a": (Gives(TaskError("no truth")), 1.0)}))
     assert broken.value is None and broken.blame is Blame.TASK
     fault = Gives(SandboxError("gone"))
@@ -126,7 +126,7 @@ async def test_blame_and_faults_of_the_machine_are_handed_on() -> None:
     assert whole.value is None and whole.blame is Blame.INFRASTRUCTURE and fault.asked == 2
 
 
-async def test_a_part_may_judge_in_sandboxes() -> None:
+async def test_part_may_use_sandboxes() -> None:
     class InSandboxes:
         needs_sandboxes = True
 
@@ -142,7 +142,7 @@ async def test_a_part_may_judge_in_sandboxes() -> None:
         await score(rubric)
 
 
-async def test_turn_rewards_are_weighted_as_values_are() -> None:
+async def test_turn_rewards_are_weighted_like_values() -> None:
     turn = Turn(prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=TASK.prompt[0], finish_reason="stop")
     episode = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(turn, turn)),))
     rewarded = Gives(Score(value=1.0, turn_rewards=((1.0, 0.0),)))
@@ -167,12 +167,12 @@ async def test_turn_rewards_are_weighted_as_values_are() -> None:
         ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "not a valid name of a part"),
     ],
 )
-def test_a_rubric_that_cannot_work_is_refused_when_it_is_made(arguments: Any, said: str) -> None:
+def test_invalid_rubric_raises_on_construction(arguments: Any, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         Rubric(**arguments)
 
 
-async def test_a_verifier_that_says_its_bounds_is_held_to_them() -> None:
+async def test_values_outside_declared_bounds_are_rejected() -> None:
     class Wide(Gives):
         bounds = (-1.0, 1.0)
 

@@ -1,4 +1,4 @@
-"""Task folders: what a good one becomes, and what is said about each mistake."""
+"""Task folders: the resulting task, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -88,20 +88,20 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert codec.from_json(Task, codec.to_json(task)).key == task.key
 
 
-def test_an_image_of_its_own_comes_before_the_familys(tmp_path: Path) -> None:
+def test_task_image_takes_precedence_over_the_familys(tmp_path: Path) -> None:
     folder = good(tmp_path / "family")
     write(folder, {"environment/Dockerfile": "FROM debian\n", "environment/context.txt": "x"})
     assert only(tmp_path / "family").sandbox.image == "family/first/environment"
 
 
-def test_nothing_hidden_is_in_what_the_agent_gets(tmp_path: Path) -> None:
+def test_agent_receives_nothing_hidden(tmp_path: Path) -> None:
     good(tmp_path / "family")
     task = only(tmp_path / "family")
     seen = json.dumps([task.prompt[0].content, dict(task.files), dict(task.binary_files), task.tools])
     assert SECRET not in seen and SECRET.encode() in b"".join(grading_of(task).files().values())
 
 
-def test_the_tests_are_a_part_of_what_defines_a_task(tmp_path: Path) -> None:
+def test_tests_are_part_of_the_task_key(tmp_path: Path) -> None:
     folder = good(tmp_path / "family")
     before = only(tmp_path / "family").key
     assert only(tmp_path / "family").key == before
@@ -223,7 +223,7 @@ def prebuilt(folder: Path) -> None:
     edit("task.toml", "cpus = 2", 'docker_image = "example/one:1"')(folder)
 
 
-def test_every_mistake_of_every_task_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_all_tasks_are_reported_together(tmp_path: Path) -> None:
     for name in ("one", "two"):
         folder = good(tmp_path / "family", name)
         edit("task.toml", "[metadata]", "[solution]\nsecret = 1\n[metadata]")(folder)
@@ -267,7 +267,7 @@ def harbors(folder: Path, name: str, toml: str = TOML) -> Path:
 
 
 @pytest.mark.parametrize(("change", "says"), HARBOR_MISTAKES)
-def test_what_a_harbor_folder_cannot_have_is_said(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
+def test_unsupported_harbor_features_are_reported(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
     folder = harbors(tmp_path / "family", "guilty")
     TaskFolders(tmp_path / "family", root=tmp_path)
     change(folder)
@@ -277,7 +277,7 @@ def test_what_a_harbor_folder_cannot_have_is_said(change: Callable[[Path], None]
         assert part in str(error.value)
 
 
-def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_harbor_folder_is_accepted_unmodified(tmp_path: Path) -> None:
     keys = 'allow_internet = true\nnetwork = ["pypi.org:443"]\nmemory = "1.5G"\nstorage = "64M"\ngpus = 0\nmcp_servers = []\n'
     head = '[task]\nname = "a/b"\n[solution.env]\n[verifier]\nenv = {}\nenvironment_mode = "shared"'
     toml = TOML.replace("memory_mb = 64\nstorage_mb = 8\n", keys).replace("[verifier]", head).replace("20.0", "1800.0")
@@ -293,7 +293,7 @@ def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "says"), MISTAKES)
-def test_a_mistake_names_task_file_field_and_fix(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
+def test_mistake_reports_task_file_field_and_fix(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
     good(tmp_path / "family", "innocent")
     write(tmp_path / "family" / "innocent", {"environment/image.toml": 'suite = "bookworm"\n'})
     folder = good(tmp_path / "family", "guilty")
@@ -306,7 +306,7 @@ def test_a_mistake_names_task_file_field_and_fix(change: Callable[[Path], None],
         assert part in message
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_task_are_reported_together(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         good(tmp_path / "family", name)
     (tmp_path / "family" / "a" / "task.toml").unlink()
@@ -315,7 +315,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         TaskFolders(tmp_path / "family", root=tmp_path)
 
 
-def test_a_recipe_names_a_family_by_its_folder(tmp_path: Path) -> None:
+def test_recipe_refers_to_a_family_by_its_folder(tmp_path: Path) -> None:
     good(tmp_path / "sandboxes" / "family", "a")
     good(tmp_path / "sandboxes" / "family", "b")
     config = TasksConfig(family="sandboxes/family", options={"heldout": 0.5})
@@ -330,7 +330,7 @@ def test_a_recipe_names_a_family_by_its_folder(tmp_path: Path) -> None:
         open_family(TasksConfig(family="sandboxes/family", options={"heldout": "half"}), seed=0, root=tmp_path)
 
 
-def test_the_shipped_family_is_whole() -> None:
+def test_shipped_family_is_valid() -> None:
     family = TaskFolders(ROOT / "sandboxes" / "chores", root=ROOT)
     tasks = [family.task(split, index) for split in Split for index in range(family.size(split) or 0)]
     assert len(tasks) >= 8 and family.size(Split.HELDOUT) and len({task.key for task in tasks}) == len(tasks)
@@ -338,7 +338,7 @@ def test_the_shipped_family_is_whole() -> None:
     assert modes.count("judge") >= 8 and {"pytest", "shell"} < set(modes)
 
 
-def test_a_folder_whose_name_is_not_utf8_is_a_mistake(tmp_path: Path) -> None:
+def test_folder_name_that_is_not_utf8_is_a_mistake(tmp_path: Path) -> None:
     good(tmp_path / "family", "na\udcffme")
     with pytest.raises(TaskError, match=r"'na\\udcffme': is not a valid name(?s:.*)rename the folder") as caught:
         TaskFolders(tmp_path / "family", root=tmp_path)

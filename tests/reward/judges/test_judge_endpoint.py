@@ -1,4 +1,4 @@
-"""A judge's endpoint over real HTTP: what delays, what is refused, what is cut. Nobody waits: the clock jumps."""
+"""A judge's endpoint over real HTTP: delays, errors and limits. The clock is fake, so no test waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def closing(one: Endpoint, **more: object) -> object:
 
 
 @pytest.mark.parametrize("status", [429, 529, 500, 503, 408])
-async def test_ten_minutes_of_a_busy_server_delay_and_nothing_else(status: int) -> None:
+async def test_ten_busy_minutes_only_delay_the_answer(status: int) -> None:
     clock = JumpingClock()
     with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_600 else Says(status=status, raw=b"busy")) as server:
         reply = await endpoint(server.url, clock=clock).ask(HELLO)
@@ -39,7 +39,7 @@ async def test_ten_minutes_of_a_busy_server_delay_and_nothing_else(status: int) 
     assert 600 < sum(clock.slept) < 700 and max(clock.slept) <= 60
 
 
-async def test_a_server_that_stays_down_is_an_error_within_the_patience() -> None:
+async def test_server_that_stays_down_is_an_error_within_the_patience() -> None:
     clock = JumpingClock()
     with ChatServer([Says(status=503, raw=b"down")]) as server, pytest.raises(JudgeError, match="within 90 s: status 503: down"):
         await closing(endpoint(server.url, clock=clock, patience_s=90.0))
@@ -56,7 +56,7 @@ async def test_a_server_that_stays_down_is_an_error_within_the_patience() -> Non
         ({"X-RateLimit-Reset-Requests": "120ms", "X-RateLimit-Reset-Tokens": "9m", "X-RateLimit-Remaining-Tokens": "500"}, 0.12),
     ],
 )
-async def test_what_the_headers_ask_for_is_waited_and_hardly_more(headers: dict[str, str], least: float) -> None:
+async def test_wait_follows_the_headers(headers: dict[str, str], least: float) -> None:
     clock = JumpingClock()
     with ChatServer([Says(status=429, headers=headers), Says(RIGHT)]) as server:
         await closing(endpoint(server.url, clock=clock))
@@ -64,20 +64,20 @@ async def test_what_the_headers_ask_for_is_waited_and_hardly_more(headers: dict[
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5", "nan", "inf", "1e9", "9" * 400, "\u0663", "Wed, 99 Foo"])
-def test_headers_that_cannot_be_read_are_none(text: str) -> None:
+def test_invalid_headers_are_ignored(text: str) -> None:
     assert asked_wait_s({"retry-after": text}, now=0) is None
     assert asked_wait_s({"x-ratelimit-reset-tokens": text}, now=0) is None
     assert 0.5 <= wait_s(1, None) <= 1 and wait_s(10_000, None, luck=0) == 60
 
 
-async def test_a_wait_beyond_the_patience_is_not_begun() -> None:
+async def test_wait_beyond_the_patience_does_not_start() -> None:
     clock = JumpingClock()
     with ChatServer([Says(status=429, headers={"Retry-After": "86400"})]) as server, pytest.raises(JudgeError):
         await closing(endpoint(server.url, clock=clock))
     assert clock.slept == []
 
 
-async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_after() -> None:
+async def test_absurd_retry_header_fails_only_its_own_query() -> None:
     """A judge's server and an endpoint that is evaluated are asked through the same code."""
     clock = JumpingClock()
     with ChatServer([Says(status=429, headers={"Retry-After": "999999999"}), Says(RIGHT)]) as server:
@@ -90,7 +90,7 @@ async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_aft
 
 
 @pytest.mark.parametrize("headers", [{"Retry-After": "0"}, {"Retry-After": formatdate(900_000, usegmt=True)}, {"Retry-After-Ms": "1"}])
-async def test_a_server_that_asks_for_no_wait_is_not_asked_without_a_pause(headers: dict[str, str]) -> None:
+async def test_rejections_without_a_wait_still_pause(headers: dict[str, str]) -> None:
     clock = JumpingClock()
     with ChatServer(lambda body, number: Says(RIGHT) if clock.now > 1_000_005 else Says(status=429, headers=headers)) as server:
         one = endpoint(server.url, clock=clock, concurrency=4)
@@ -101,7 +101,7 @@ async def test_a_server_that_asks_for_no_wait_is_not_asked_without_a_pause(heade
     assert clock.now - 1_000_000 < 20
 
 
-async def test_one_question_looks_whether_a_server_is_back_and_the_others_wait_for_it() -> None:
+async def test_one_query_probes_the_server_while_others_wait() -> None:
     """Also after a header of years: the question that got it ends, and a minute later the next one looks."""
     clock, refusal = JumpingClock(), Says(status=429, headers={"Retry-After": "1000000000"})
     with ChatServer(lambda body, number: refusal if number < 3 else Says(RIGHT)) as server:
@@ -114,7 +114,7 @@ async def test_one_question_looks_whether_a_server_is_back_and_the_others_wait_f
     assert 60 <= clock.now - 1_000_000 <= 190, "a minute for each refusal"
 
 
-async def test_a_server_that_hangs_ends_all_questions_within_their_patience() -> None:
+async def test_hanging_server_fails_all_queries_within_their_patience() -> None:
     """Though one question at a time looks whether it is back."""
     with ChatServer([Says(hangs=True)]) as server:
         one, started = Endpoint(url=server.url, model="m", timeout_s=0.3, patience_s=2.0, concurrency=4), time.monotonic()
@@ -135,7 +135,7 @@ async def test_a_server_that_hangs_ends_all_questions_within_their_patience() ->
         ({"error": {"code": "404", "message": "no such model"}}, False),
     ],
 )
-async def test_an_error_in_a_200_is_what_its_status_says(error: object, retried: bool) -> None:
+async def test_error_in_a_200_is_handled_by_its_status(error: object, retried: bool) -> None:
     with ChatServer([Says(raw=json.dumps(error).encode()), Says(RIGHT)]) as server:
         one = endpoint(server.url)
         if retried:
@@ -147,7 +147,7 @@ async def test_an_error_in_a_200_is_what_its_status_says(error: object, retried:
     assert len(server.requests) == 1 + retried
 
 
-async def test_an_answer_that_speaks_of_errors_is_an_answer() -> None:
+async def test_answer_that_mentions_errors_is_an_answer() -> None:
     body = {"error": None, "choices": [{"message": {"content": RIGHT}, "finish_reason": "stop"}]}
     with ChatServer([Says(raw=json.dumps(body).encode())]) as server:
         assert (await closing(endpoint(server.url))).text == RIGHT  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ async def test_an_answer_that_speaks_of_errors_is_an_answer() -> None:
         assert "not a chat completion" in (await closing(endpoint(server.url))).problem  # type: ignore[attr-defined]
 
 
-async def test_an_answer_in_tiny_pieces_is_given_up_soon_and_holds_nothing_up() -> None:
+async def test_answer_in_tiny_pieces_is_abandoned() -> None:
     """Each piece costs more than its bytes; the loop goes on meanwhile."""
     pieces = 200_000
 
@@ -188,7 +188,7 @@ async def test_an_answer_in_tiny_pieces_is_given_up_soon_and_holds_nothing_up() 
     server.close()
 
 
-async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
+async def test_pause_applies_to_all_queries_of_an_endpoint() -> None:
     clock = JumpingClock()
     with ChatServer(lambda body, number: Says(status=429, headers={"Retry-After": "50"}) if number == 0 else Says(RIGHT)) as server:
         one = endpoint(server.url, clock=clock, concurrency=1)
@@ -197,7 +197,7 @@ async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
     assert len(server.requests) == 7 and 50 <= clock.now - 1_000_000 <= 55
 
 
-async def test_a_server_that_hangs_breaks_off_or_is_not_there_is_asked_again() -> None:
+async def test_hanging_truncated_or_missing_server_is_retried() -> None:
     with ChatServer([Says(hangs=True), Says(RIGHT)]) as server:
         reply = await closing(endpoint(server.url, timeout_s=0.5))
         assert reply.text == RIGHT and reply.tries >= 2  # type: ignore[attr-defined]  # more where a busy machine is late
@@ -224,13 +224,13 @@ async def test_a_server_that_hangs_breaks_off_or_is_not_there_is_asked_again() -
         (Says(raw=b"\xff\xfe\x00"), "not a chat completion"),
     ],
 )
-async def test_answers_that_are_none_are_kept_bounded_with_the_problem(says: Says, problem: str) -> None:
+async def test_invalid_answers_are_kept_truncated_with_the_problem(says: Says, problem: str) -> None:
     with ChatServer([says]) as server:
         reply = await closing(endpoint(server.url))
     assert problem in reply.problem and len(reply.text) <= 1 << 20 and len(server.requests) == 1  # type: ignore[attr-defined]
 
 
-async def test_a_schema_is_asked_for_as_long_as_the_server_takes_it() -> None:
+async def test_schema_is_sent_until_the_server_rejects_it() -> None:
     with ChatServer(
         lambda body, number: Says(status=400, raw=b"no response_format") if "response_format" in body else Says(RIGHT)
     ) as server:
@@ -248,7 +248,7 @@ async def test_a_schema_is_asked_for_as_long_as_the_server_takes_it() -> None:
     assert ["response_format" in request["body"] for request in server.requests] == [True, False] * 2
 
 
-async def test_the_key_goes_to_the_endpoint_and_nowhere_else(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_key_is_sent_only_to_the_endpoint(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     caplog.set_level(logging.DEBUG, logger="agentrl")
     with ChatServer([Says(status=401, raw=b"bad key sk-very-secret")]) as server, pytest.raises(JudgeError) as refused:
@@ -264,7 +264,7 @@ async def test_the_key_goes_to_the_endpoint_and_nowhere_else(monkeypatch: pytest
         await closing(one)
 
 
-async def test_a_server_that_repeats_its_headers_gives_no_secret_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_secrets_in_echoed_headers_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     key, header = "sk-very-secret", "zebra-0123456789-in-a-header"
     monkeypatch.setenv("JUDGE_KEY", key)
     monkeypatch.setenv("THEIR_HEADER", header)
@@ -287,12 +287,12 @@ async def test_a_redirect_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x/v1", "https://user:pass@x/v1", "https://x/v1?key=1", "localhost:8000"])
-def test_urls_that_are_refused(url: str) -> None:
+def test_invalid_urls_raise(url: str) -> None:
     with pytest.raises(UserError, match="an endpoint's url"):
         Endpoint(url=url, model="m")
 
 
-async def test_a_url_may_be_told_when_it_is_needed() -> None:
+async def test_url_may_be_a_function() -> None:
     urls: list[str] = []
     one = endpoint("http://127.0.0.1:9/v1")
     one = Endpoint(url=lambda: urls[-1], model="scripted", clock=one.clock)
@@ -308,7 +308,7 @@ def odd_usage(request: pytest.FixtureRequest) -> Iterator[bytes]:
     yield json.dumps({"choices": [{"message": {"content": "x" * 300}}], "usage": request.param}).encode()
 
 
-async def test_tokens_are_the_servers_count_or_an_estimate(odd_usage: bytes) -> None:
+async def test_tokens_are_counted_by_the_server_or_estimated(odd_usage: bytes) -> None:
     with ChatServer([Says("x", tokens=(7, 3)), Says(raw=odd_usage)]) as server:
         one = endpoint(server.url)
         counted, guessed = await one.ask(HELLO), await one.ask(HELLO)
@@ -318,7 +318,7 @@ async def test_tokens_are_the_servers_count_or_an_estimate(odd_usage: bytes) -> 
     assert Prices(prompt=2.0, completion=10.0).of(1000, 100) == pytest.approx(0.003)
 
 
-async def test_an_endpoint_that_answers_nothing_is_overdue_until_it_does() -> None:
+async def test_silent_endpoint_is_overdue_until_it_answers() -> None:
     """`agentrl.run.supervise.watch_answers` shows both."""
     looks: list[str] = []
 
