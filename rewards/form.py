@@ -14,10 +14,10 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
 
 
-class Length(Configured):
+class Length(ConfiguredVerifier):
     """1 if the length is from `least` to `most`, else 0; with `zero_at`, it falls linearly from 1 at `most` to 0 at `zero_at`.
 
     Settings in `task.data["length"]`. A missing answer has length 0. Tokens are all completion tokens of the episode.
@@ -39,7 +39,7 @@ class Length(Configured):
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the length."""
-        rules = self.of(task)
+        rules = self.for_task(task)
         text = episode.answer or ""
         lengths = {"characters": lambda: len(text), "words": lambda: len(text.split()), "lines": lambda: len(text.splitlines())}
         length = episode.completion_tokens if rules.unit == "tokens" else lengths[rules.unit]()
@@ -49,7 +49,7 @@ class Length(Configured):
         return Score(value=value, evidence=f"{length} {rules.unit}")
 
 
-class Form(Configured):
+class Form(ConfiguredVerifier):
     """1 if every term holds, else 0. Each term is a part, and `terms` is the share that holds. Settings in `task.data["form"]`.
 
     White space at both ends of the answer is ignored. For patterns see `rewards.pattern`, for schemas `rewards.json_schema`.
@@ -76,7 +76,7 @@ class Form(Configured):
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the form."""
-        rules = self.of(task)
+        rules = self.for_task(task)
         text = rules._plain((episode.answer or "").strip())
         held = {"not_empty": bool(text)}
         if rules.starts:

@@ -14,10 +14,10 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
 
 
-class ToolUse(Configured):
+class ToolUse(ConfiguredVerifier):
     """1 if every rule holds, else 0. Each rule is a part, and `rules` is the share that holds. Settings in `task.data["tool_use"]`.
 
     All calls of all trajectories count; with `succeeded`, `must` and `order` count only calls with an ok result. An episode without
@@ -45,7 +45,7 @@ class ToolUse(Configured):
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the tool calls."""
-        rules = self.of(task)
+        rules = self.for_task(task)
         if not any(trajectory.turns for trajectory in episode.trajectories):
             return Score(value=None, reason="the episode has no turns, so its tool calls are unknown")
         made = list(_calls(episode, succeeded=False))

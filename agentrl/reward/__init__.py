@@ -4,8 +4,8 @@
 `cleanroom` is the verifier of task folders, and `inside/` holds the programs that it runs in sandboxes.
 """
 
-from agentrl.reward.configured import Configured
+from agentrl.reward.configured import ConfiguredVerifier
 from agentrl.reward.rubric import Rubric
 from agentrl.reward.scorer import TaskScorer
 
-__all__ = ["Configured", "Rubric", "TaskScorer"]
+__all__ = ["ConfiguredVerifier", "Rubric", "TaskScorer"]

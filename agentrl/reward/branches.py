@@ -9,7 +9,7 @@ from typing import Literal
 from agentrl.records import Score
 
 
-def combined(scores: Sequence[Score], weights: Sequence[float], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
+def weighted_branches(scores: Sequence[Score], weights: Sequence[float], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
     """The weighted sum over verifiers for each trajectory; empty if no verifier scores trajectories.
 
     A verifier without a value for a trajectory contributes its value of the episode. An entry is None if no verifier has a value for it.
@@ -32,7 +32,7 @@ def _value(score: Score, said: float | None) -> float:
     return score.value if said is None else said
 
 
-def with_branches(made: Score, scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
+def add_branches(made: Score, scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     """Adds the weighted scores of single trajectories to a combined score."""
     some, theirs = list(scores.values()), [weights[name] for name in scores]
-    return replace(made, branches=combined(some, theirs, "branches"), without=combined(some, theirs, "without"))
+    return replace(made, branches=weighted_branches(some, theirs, "branches"), without=weighted_branches(some, theirs, "without"))

@@ -19,18 +19,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from agentrl import usercode
+from agentrl.base import user_code
+from agentrl.base.scores import is_at_least
 from agentrl.errors import PluginError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
-from agentrl.reward.branches import with_branches
-from agentrl.scores import reaches
+from agentrl.reward.branches import add_branches
+from agentrl.reward.verifier_call import bounds_of, call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
 """A verifier, or a reference to one."""
-Gate: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
+Requirement: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
 """A verifier that must score 1; (verifier, minimum); or only a minimum for the part with this name."""
 
 BOUNDS = (0.0, 1.0)
@@ -43,8 +43,8 @@ class Rubric:
 
     Args:
         parts: name -> (verifier, weight). Weights are positive and need not sum to 1. A value outside of 0 to 1 counts as missing.
-        gate: required criteria: the name of a part, a verifier, or name -> `Gate`. They are checked in order; at the first that fails the
-            score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
+        gate: required criteria: the name of a part, a verifier, or name -> `Requirement`. They are checked in order; at the first that
+            fails the score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
         caps: part -> maximum of the rubric's value if that part is less than 1; or (minimum, maximum), if it is less than `minimum`.
         optional: parts that may lack a value. The weights of the others then count alone, the part `NAME/unscored` is 1, and the evidence
             has the reason.
@@ -60,7 +60,7 @@ class Rubric:
         self,
         parts: Mapping[str, tuple[AnyVerifier, float]],
         *,
-        gate: str | Verifier | SandboxVerifier | Mapping[str, Gate] | None = None,
+        gate: str | Verifier | SandboxVerifier | Mapping[str, Requirement] | None = None,
         caps: Mapping[str, float | tuple[float, float]] | None = None,
         optional: tuple[str, ...] = (),
         part_s: float = PART_S,
@@ -86,12 +86,12 @@ class Rubric:
     def timeout_s(self) -> float:
         """Deadline of the rubric in seconds: the required criteria run one after another, then the other parts concurrently."""
         rest = max((self._limit(name) for name in self._verifiers if name not in self._gates), default=0.0)
-        return sum(map(self._limit, self._gates)) + rest + usercode.GRACE_S
+        return sum(map(self._limit, self._gates)) + rest + user_code.GRACE_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """Prepares the parts that need it, such as judges. Raises `UserError` if one cannot be used."""
         for verifier in self._verifiers.values():
-            prepare(verifier, root=root, folder=folder)
+            prepare_verifier(verifier, root=root, folder=folder)
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend | None = None) -> Score:
         """Scores the episode. Raises `InfrastructureError` of a part; the caller then retries all parts."""
@@ -100,7 +100,7 @@ class Rubric:
             scores[name] = score = await self._ask(name, task, episode, sandboxes)
             if score.value is None:
                 return _unscored({name: score})
-            if not reaches(score.value, least):
+            if not is_at_least(score.value, least):
                 told = f"required criterion {name} fails: {score.value:g}, the minimum is {least:g}"
                 return Score(value=0.0, parts=_named(scores), evidence=_evidence(scores, told))
         rest = [name for name in self._weights if name not in scores]
@@ -112,14 +112,14 @@ class Rubric:
 
     async def _ask(self, name: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Score:
         verifier = self._verifiers[name]
-        score = await ask(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=self._limit(name))
+        score = await call_verifier(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=self._limit(name))
         if score.value is not None and not BOUNDS[0] <= score.value <= BOUNDS[1]:
             return Score(value=None, reason=f"verifier returned {score.value:g}, outside a rubric's range of 0 to 1")
         return score
 
     def _limit(self, name: str) -> float:
         verifier = self._verifiers[name]
-        return SANDBOX_PART_S if needs_sandboxes(verifier) else limit_of(verifier, self._part_s)
+        return SANDBOX_PART_S if needs_sandboxes(verifier) else timeout_of(verifier, self._part_s)
 
     def _combined(self, scores: Mapping[str, Score]) -> Score:
         """The score of an episode that meets every required criterion."""
@@ -134,14 +134,14 @@ class Rubric:
         value = sum(weight * given[name] for name, weight in weights.items()) / whole
         notes = [f"{name} has no value and does not count: {score.reason}" for name, score in lacking.items()]
         for name, (least, most) in self._caps.items():
-            if name in given and not reaches(given[name], least) and value > most:
+            if name in given and not is_at_least(given[name], least) and value > most:
                 value = most
                 notes.append(f"capped at {most:g} because {name} is {given[name]:g}")
         parts = _named(scores) | {f"{name}/unscored": 1.0 for name in lacking}
         counted, shares = {name: scores[name] for name in weights}, {name: weight / whole for name, weight in weights.items()}
         turns = _weighted_turns(counted, shares)
         made = Score(value=min(max(value, 0.0), 1.0), parts=parts, evidence=_evidence(scores, *notes), turn_rewards=turns)
-        return with_branches(made, counted, shares)
+        return add_branches(made, counted, shares)
 
     def _add(self, name: str, verifier: object) -> None:
         if not name or "/" in name:

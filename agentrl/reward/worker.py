@@ -1,4 +1,4 @@
-"""Runs scoring code that may never return in a subprocess: `Worker(function)`.
+"""Runs scoring code that may never return in a subprocess: `SubprocessWorker(function)`.
 
 Python cannot stop a thread, and a library's time limit by SIGALRM works only in the main thread. So the function runs in a child process,
 one request at a time; the kernel kills the process at its deadline, and its memory is limited. The next request starts a new process.
@@ -27,14 +27,14 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from agentrl.base.secrets import child_environment
 from agentrl.errors import InfrastructureError, TaskError
-from agentrl.plugins import resolve
-from agentrl.secrets import without_secrets
+from agentrl.plugins.references import resolve
 
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
 STARTING_S = 60.0  # for a child to import its modules on a busy machine
-PATIENCE_S = 3600.0
+QUEUE_TIMEOUT_S = 3600.0
 """`timeout_s` of a verifier that uses a worker. Each request has its own deadline, but may wait for minutes behind others that run into
 theirs.
 """
@@ -43,33 +43,32 @@ _SPARE_S = 30.0  # time after the deadline, at which the kernel kills a child, b
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-class Raised(Exception):
+class CallFailed(Exception):
     """The function raised an exception, or its process crashed."""
 
 
-class Stopped(Exception):
+class CallTimeout(Exception):
     """The process was killed at its deadline."""
 
 
-class AtAnswer(Exception):
+class AnswerFault(Exception):
     """The function failed twice on the agent's answer, but not on a control request."""
 
 
-class Unsound(Exception):
+class ControlFailed(Exception):
     """The function also fails on the control request, so nothing is known about the answer."""
 
 
-class Worker:
+class SubprocessWorker:
     """Runs a module-level function in child processes: JSON value in, JSON value out.
 
     A child starts at the first request. Threads and event loops may share a worker. Requests are queued, and a request whose caller was
     cancelled is never sent.
 
     Args:
-        function: called in the child with one request. It may call `at_most` to change its deadline, and raise `TaskError`.
-        prepare: called in a child when it starts, such as to import large modules; the deadline of requests does not apply.
-        deadline_s: seconds for a request.
-        memory: bytes of address space of a child; exceeding it raises MemoryError there.
+        function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise
+        `TaskError`. prepare: called in a child when it starts, such as to import large modules; the deadline of requests does not apply.
+        deadline_s: seconds for a request. memory: bytes of address space of a child; exceeding it raises MemoryError there.
         processes: maximum number of children; each handles one request at a time.
     """
 
@@ -92,7 +91,7 @@ class Worker:
         self._threads: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
 
-    def ask_now(self, request: Any) -> Any:
+    def call_blocking(self, request: Any) -> Any:
         """Returns the function's result for `request`; blocks.
 
         Raises:
@@ -106,14 +105,14 @@ class Worker:
         finally:
             self._free.put(child)
 
-    async def ask(self, request: Any) -> Any:
+    async def call(self, request: Any) -> Any:
         """Like `ask_now`, for asyncio."""
         with self._starting:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(len(self._children), thread_name_prefix="judging")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.ask_now, request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.call_blocking, request)
 
-    async def judge(self, request: Any, *, sound: Any) -> Any:
+    async def evaluate(self, request: Any, *, sound: Any) -> Any:
         """Like `ask`, for a request that contains an agent's text.
 
         An agent that could make the function fail would choose which of its answers count. So a failure is attributed to the answer if
@@ -127,16 +126,16 @@ class Worker:
             Unsound: the function fails on `sound` too. The episode has no score.
             TaskError, InfrastructureError: see `ask_now`.
         """
-        with contextlib.suppress(Raised, Stopped):
-            return await self.ask(request)
+        with contextlib.suppress(CallFailed, CallTimeout):
+            return await self.call(request)
         try:
-            await self.ask(sound)
-        except (Raised, Stopped) as error:
-            raise Unsound(f"the control request fails too: it {error}") from None
+            await self.call(sound)
+        except (CallFailed, CallTimeout) as error:
+            raise ControlFailed(f"the control request fails too: it {error}") from None
         try:
-            return await self.ask(request)
-        except (Raised, Stopped) as error:
-            raise AtAnswer(str(error)) from None
+            return await self.call(request)
+        except (CallFailed, CallTimeout) as error:
+            raise AnswerFault(str(error)) from None
 
     def close(self) -> None:
         """Kills the processes; a later request starts a new one."""
@@ -173,7 +172,7 @@ class _Child:
         if answered.get("full"):  # caches of earlier requests may fill its memory
             self.close()
         if "raised" in answered:
-            raise Raised(f"raised {answered['raised']}")
+            raise CallFailed(f"raised {answered['raised']}")
         return answered["reply"]
 
     def close(self) -> None:
@@ -195,7 +194,7 @@ class _Child:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,  # ctrl-C must reach only the parent, which still scores the episodes that it finishes
-                env=without_secrets(os.environ) | {"PYTHONPATH": path} | _ONE_THREAD,
+                env=child_environment(os.environ) | {"PYTHONPATH": path} | _ONE_THREAD,
             )
         except OSError as error:
             raise InfrastructureError(f"the scoring process cannot be started: {error}") from error
@@ -229,8 +228,8 @@ class _Child:
         code = process.poll()
         self.close()
         if code is None or code == -signal.SIGALRM:
-            return Stopped(f"returned nothing within {self._deadline_s:g} s")
-        return Raised(f"ended its process with exit code {code}")
+            return CallTimeout(f"returned nothing within {self._deadline_s:g} s")
+        return CallFailed(f"ended its process with exit code {code}")
 
 
 def _reference(function: Callable[..., Any]) -> str:
@@ -242,7 +241,7 @@ def _reference(function: Callable[..., Any]) -> str:
     return f"{os.path.abspath(inspect.getfile(function)) if by_file else module}:{name}"
 
 
-def at_most(seconds: float) -> None:
+def set_deadline(seconds: float) -> None:
     """In a child: has the kernel kill the process after so many seconds; 0 cancels the deadline."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -275,7 +274,7 @@ def _size() -> int:
 def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
     """The reply, with a flag if the process still uses more than `full` bytes afterwards."""
     try:
-        at_most(deadline_s)
+        set_deadline(deadline_s)
         reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})
         if len(reply) > MAX_REPLY:
             raise ValueError(f"a reply of {len(reply)} characters")
@@ -287,7 +286,7 @@ def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_
     except Exception as error:  # libraries may raise anything on an agent's text
         return json.dumps({"number": number, "raised": f"{type(error).__name__}: {error}"[:500]})
     finally:
-        at_most(0)
+        set_deadline(0)
 
 
 if __name__ == "__main__":

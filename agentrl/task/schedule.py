@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from agentrl import secrets
+from agentrl.base import secrets
+from agentrl.base.user_code import describe_error, is_interrupt
+from agentrl.config.recipe import TasksConfig
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 from agentrl.protocols import TaskFamily, VariedFamily
-from agentrl.recipe import TasksConfig
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
-from agentrl.usercode import describe, interrupted
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
@@ -44,7 +44,7 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         return TaskFolders(root / config.family, root=root, seed=seed, heldout=_share(config.options.get("heldout", 0.25)))
     factory = resolve(config.family)
     try:
-        family = factory(seed=seed, **secrets.resolved(config.options))
+        family = factory(seed=seed, **secrets.resolve_options(config.options))
     except TypeError as error:
         raise PluginError(f"tasks.family {config.family!r}: {error}", fix="make it callable as family(seed=0, **tasks.options)") from error
     for name in ("task", "size", "gold"):
@@ -108,9 +108,9 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     except UserError:
         raise
     except (ValueError, SystemExit, KeyboardInterrupt) as error:  # a ValueError means an invalid task; see agentrl.records
-        if interrupted(error):
+        if is_interrupt(error):
             raise
-        why = error if isinstance(error, ValueError) else describe(error)
+        why = error if isinstance(error, ValueError) else describe_error(error)
         raise TaskError(f"{_named(family)}: {split} task {index} cannot be created: {why}", fix=fix) from error
     if not isinstance(task, Task):
         raise TaskError(f"{_named(family)}: {split} task {index} is a {type(task).__name__}, not a Task", fix=fix)
@@ -125,14 +125,14 @@ _STRIDE = 1_000_003  # distance between substitutes in an endless split, far fro
 _SUBSTITUTES = 256
 
 
-class Practice(Protocol):
+class ReservedGroups(Protocol):
     """Reserves groups for practice tasks; a pure function of the group's index."""
 
-    def task(self, group_index: int) -> Task | None:
+    def task_of_group(self, group_index: int) -> Task | None:
         """The practice task of a group; None if the group is not reserved."""
         ...
 
-    def before(self, group_index: int) -> int:
+    def practice_groups_before(self, group_index: int) -> int:
         """The number of reserved groups before this one."""
         ...
 
@@ -150,15 +150,15 @@ class GroupSchedule:
     family: TaskFamily
     seed: int
     withheld: Container[Task] = ()
-    practice: Practice | None = None
+    practice: ReservedGroups | None = None
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None) -> Task:
         """The task of a group. With `weights`, a task that they skip is replaced by the next one; if they skip all, the first stays."""
         if self.practice is not None:
-            if (set_aside := self.practice.task(group_index)) is not None:
+            if (set_aside := self.practice.task_of_group(group_index)) is not None:
                 return set_aside
-            group_index -= self.practice.before(group_index)
+            group_index -= self.practice.practice_groups_before(group_index)
         size = self.family.size(Split.TRAIN)
         if size == 0:
             raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
@@ -171,7 +171,7 @@ class GroupSchedule:
                     raise
                 continue  # a broken substitute does not fail this group
             if task not in self.withheld:
-                if weights is None or weights.takes(task, seed=self.seed, group=group_index, turn=turn):
+                if weights is None or weights.accepts(task, seed=self.seed, group=group_index, turn=turn):
                     return task
                 first = first or task
         if first is not None:
@@ -181,9 +181,9 @@ class GroupSchedule:
             fix="remove the suite from tasks.withhold, or add tasks to the family that are not in it",
         )
 
-    def practises(self, group_index: int) -> bool:
+    def is_practice(self, group_index: int) -> bool:
         """Whether the group's task comes from `practice`."""
-        return self.practice is not None and self.practice.task(group_index) is not None
+        return self.practice is not None and self.practice.task_of_group(group_index) is not None
 
     def _index(self, group_index: int, turn: int, size: int | None) -> int:
         """Index of a group's task, or of its substitute number `turn`."""

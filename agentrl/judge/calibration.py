@@ -1,0 +1,134 @@
+"""Calibration files: how well a judge agrees with human labels. `agentrl judge calibrate` writes them, and a judge may require one."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
+from agentrl.base.user_code import printable
+from agentrl.errors import UserError
+
+FORMAT = 1
+_LARGEST = 1 << 20  # bytes of the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalEstimate:
+    """An estimate with its 95% interval, from `n` observations."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and self.low <= self.value <= self.high):
+            raise ValueError(f"{self.value} is not between {self.low} and {self.high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """How well a judge agrees with human labels, over the answers that it gave a verdict on."""
+
+    identity: str  # hash of the judge's model, parameters and prompt; empty for a verifier without one
+    judge: str  # plug-in reference of the judge
+    labels_sha256: str
+    threshold: float  # a score of at least this means "right"
+    right_right: int  # labelled right, judged right
+    right_wrong: int  # labelled right, judged wrong
+    wrong_right: int
+    wrong_wrong: int
+    abstained: int  # answers without a verdict, for any reason
+    tasks: int  # number of tasks that the answers belong to
+    agreement: IntervalEstimate
+    kappa: IntervalEstimate
+    sensitivity: IntervalEstimate  # share of right answers that are judged right
+    specificity: IntervalEstimate  # share of wrong answers that are judged wrong
+    informedness: IntervalEstimate  # sensitivity + specificity - 1 (Youden 1950): 0 is chance
+    measured_at: str  # UTC
+    coverage: IntervalEstimate | None = None  # share of answers with a verdict; None in files of older versions
+    design_effect: float = 1.0  # of informedness: answers per effective answer, since answers to one task are correlated
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"unknown format {self.format}; this version reads {FORMAT}")
+        if min(self.right_right, self.right_wrong, self.wrong_right, self.wrong_wrong, self.abstained) < 0:
+            raise ValueError("negative counts")
+        if not 1 <= self.design_effect < math.inf:
+            raise ValueError(f"a design effect of {self.design_effect}")
+
+    @property
+    def may_be_chance(self) -> bool:
+        """Whether the judge may be no better than chance: the interval of its informedness includes 0 or less."""
+        return self.informedness.low <= 0
+
+
+_ADAPTER = TypeAdapter(Calibration)
+
+
+def save_calibration(path: Path, calibration: Calibration, more: dict[str, Any] | None = None) -> None:
+    """Writes the calibration file. `more` is added as a report for people and programs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({**asdict(calibration), **({"more": more} if more else {})}, indent=1) + "\n", durable=True)
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Reads a calibration file. Raises `UserError` if it is missing or invalid."""
+    fix = f"agentrl judge calibrate JUDGE LABELS --out {path}"
+    try:
+        return _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
+    except FileNotFoundError:
+        raise UserError(f"no calibration {path}", fix=fix) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"{path} is no calibration: {printable(told, 300)}", fix=fix) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no calibration: {printable(str(error), 300)}", fix=fix) from None
+
+
+def validate_requirements(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:
+    """Raises `UserError` for requirements that no calibration can meet, or that have no calibration to check."""
+    for key, demanded in (("min_agreement", min_agreement), ("min_coverage", min_coverage)):
+        if not 0.0 <= demanded < 1.0:
+            raise UserError(f"{key} must be at least 0 and below 1, got {demanded}", fix="use a value such as 0.8")
+        if demanded and calibration is None:
+            raise UserError(f"{key} has no effect without a calibration", fix='set calibration="calibrations/x.json"')
+
+
+def require_calibration(path: Path, *, identity: str, name: str, min_agreement: float, min_coverage: float) -> None:
+    """Raises `UserError` unless the calibration in `path` belongs to this judge, is better than chance, and meets the requirements.
+
+    The lower ends of the intervals of agreement and coverage must be at least `min_agreement` and `min_coverage`, so a few labels are not
+    enough. A judge that abstains on hard answers would otherwise agree with people on the rest.
+    """
+    found, again = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
+    if found.identity != identity:
+        raise UserError(f"judge {name}: the calibration {path} belongs to another model, prompt or setting", fix=again)
+    if found.may_be_chance:
+        told = f"sensitivity + specificity - 1 is {_told(found.informedness)}"
+        raise UserError(f"judge {name} is not shown to be better than chance: {told} ({path})", fix="use another model or prompt")
+    if found.agreement.low < min_agreement:
+        raise UserError(
+            f"judge {name} agrees with human labels in {_told(found.agreement)}, but {min_agreement:g} is required ({path})",
+            fix="improve the prompt, use another model, or label more answers if the interval is wide",
+        )
+    if min_coverage and found.coverage is None:
+        raise UserError(f"judge {name}: the calibration {path} has no coverage", fix=again)
+    if found.coverage is not None and found.coverage.low < min_coverage:
+        raise UserError(
+            f"judge {name} gives a verdict on {_told(found.coverage)}, but {min_coverage:g} is required ({path})",
+            fix="see why it gave none (agentrl judge calibrate prints it), or label more answers if the interval is wide",
+        )
+
+
+def _told(one: IntervalEstimate) -> str:
+    return f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f}, {one.n} answers)"

@@ -1,0 +1,100 @@
+"""Registry of the judge servers that this process starts (`judge_servers` of a recipe).
+
+    Endpoint(url=served("small"), model="small")
+
+A server is registered before it starts. A judge looks up its address before each request, so it follows a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.errors import JudgeError, UserError
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgeServer:
+    """One server that is or will be started."""
+
+    folder: Path  # of the model
+    weights: str  # sha256 over its weight files
+    reward_model: bool  # returns numbers, not text
+    url: str = ""  # http://HOST:PORT while it answers
+    key: str = field(default="", repr=False)  # API key of its requests
+    refused: str = ""  # why it will not answer again
+
+
+class ServerStarting(Exception):
+    """The server does not answer at the moment, but will again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedUrl:
+    """A `url` of an endpoint that looks up the server with this name before each request."""
+
+    name: str
+
+    def __call__(self) -> str:
+        """Raises `ServerStarting` while the server is starting, and `JudgeError` if no process starts it."""
+        known = _declared.get(self.name)
+        if known is None:
+            raise JudgeError(f"there is no judge server {self.name!r}: the recipe has no judge_servers.{self.name}")
+        if known.refused:
+            raise JudgeError(known.refused)
+        if not known.url:
+            raise ServerStarting(f"the judge server {self.name} is starting")
+        return f"{known.url}/v1"
+
+    @property
+    def key(self) -> str:
+        """The key of the running server; empty if there is none."""
+        known = _declared.get(self.name)
+        return "" if known is None else known.key
+
+    @property
+    def weights(self) -> str:
+        """sha256 of the server's weights; empty before it is registered."""
+        known = _declared.get(self.name)
+        return "" if known is None else known.weights
+
+    def server(self, *, reward_model: bool) -> JudgeServer:
+        """The registered server. Raises `UserError` if the recipe starts no such server, or one of the other kind."""
+        known = _declared.get(self.name)
+        if known is None:
+            there = f"; it has {', '.join(_declared)}" if _declared else ""
+            raise UserError(
+                f"a judge uses the server {self.name!r}, but the recipe starts no server with that name{there}",
+                fix=f'add judge_servers={{"{self.name}": {{"model": FOLDER}}}} to the recipe; for agentrl judge calibrate, pass --recipe',
+            )
+        if known.reward_model != reward_model:
+            told = "is a reward model, which needs the judge RewardModel" if known.reward_model else "is a chat model, not a reward model"
+            raise UserError(f"the model of judge_servers.{self.name} {told}", fix="use another model, or the other kind of judge")
+        return known
+
+
+_declared: dict[str, JudgeServer] = {}
+_named: set[str] = set()
+
+
+def served(name: str) -> ServedUrl:
+    """The judge server `name` of the recipe's `judge_servers`, as the url of an endpoint."""
+    _named.add(name)
+    return ServedUrl(name)
+
+
+def register_servers(servers: Mapping[str, JudgeServer]) -> None:
+    """Registers the servers of this process; replaces earlier ones."""
+    _declared.clear()
+    _declared.update(servers)
+
+
+def registered_servers() -> Mapping[str, JudgeServer]:
+    """The registered servers by name. The code that starts them sets `url`, `key` and `refused`."""
+    return _declared
+
+
+def unused_servers() -> list[str]:
+    """Registered servers that no judge uses so far."""
+    return sorted(set(_declared) - _named)

@@ -1,0 +1,180 @@
+"""Audits a run's memory from the records of its episodes: which notes each episode read, and whether it was allowed to.
+
+The audit does not rely on the note store. For every training episode it looks up the authors of the notes that were read, and for every
+evaluation episode their ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import complete_lines
+from agentrl.config.recipe import Recipe, load
+from agentrl.errors import UserError
+from agentrl.experience import StepGroups, open_store
+from agentrl.memory import NoteStore, notes_to_commit
+from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
+from agentrl.records import Group
+
+SHOWN = 20
+"""Maximum number of wrong reads in the report; all are counted."""
+
+_TRANSCRIPT: Mapping[str, type] = {"phase": str, "split": str, "task_id": str}
+_ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
+
+
+@dataclass(frozen=True, slots=True)
+class _Author:
+    """An episode whose notes count, and the keys of the tasks that it may know something about."""
+
+    step: int
+    knows: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """What was written and read in a run, and the reads that were not allowed."""
+
+    version: int  # number of steps in the store
+    kept: Mapping[str, tuple[int, int]]  # scope -> number of stored notes, and of episodes that wrote them
+    episodes: int  # training episodes
+    writers: int
+    readers: int
+    evaluated: int  # evaluation episodes
+    evaluated_readers: int
+    wrong: int
+    examples: tuple[str, ...]
+    answers: tuple[Mapping[str, Any], ...]  # episodes that read a note with an answer to their task
+
+    @property
+    def ok(self) -> bool:
+        """Whether no read was wrong."""
+        return not self.wrong
+
+    def to_data(self) -> dict[str, Any]:
+        """The report as JSON data."""
+        names = ("version", "episodes", "writers", "readers", "evaluated", "evaluated_readers", "wrong")
+        kept = {scope: {"notes": notes, "writers": writers} for scope, (notes, writers) in self.kept.items()}
+        told = {"examples": list(self.examples), "answers": [dict(one) for one in self.answers]}
+        return {"ok": self.ok, "kept": kept, **{name: getattr(self, name) for name in names}, **told}
+
+
+def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
+    """Examines every episode of a run with a memory. `telling` is called with the numbers of finished and of all groups.
+
+    Raises `UserError` for a folder without such a run, and `StoreError`.
+    """
+    if not run.is_dir():
+        raise UserError(f"no run folder {run}", fix="use the folder of a run, such as runs/archive")
+    try:
+        recipe = load(run / "recipe.json")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run} is not a run folder: {str(error)[:500]}", fix="use the folder of a run, such as runs/archive") from None
+    if recipe.memory is None:
+        raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
+    found = _Readings(recipe)
+    if (run / "experience.sqlite").is_file() or recipe.store != "sqlite":
+        store = open_store(run, recipe)
+        try:
+            indices = store.indices()
+            for done, index in enumerate(indices):
+                telling(done, len(indices))
+                found.group(store.groups([index])[0])
+        finally:
+            store.close()
+    for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
+        found.evaluated(line)
+    version, kept = _kept(run / NOTES_FILE, recipe)
+    return MemoryReport(
+        version=version,
+        kept=kept,
+        episodes=found.episodes,
+        writers=found.writers,
+        readers=found.readers,
+        evaluated=found.of_evaluations,
+        evaluated_readers=found.readers_of_evaluations,
+        wrong=len(found.wrong),
+        examples=tuple(found.wrong[:SHOWN]),
+        answers=tuple(_lines([run / ANSWERS_FILE], _ANSWER)),
+    )
+
+
+class _Readings:
+    """The reads of a run's episodes, group by group in order of their indices."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.episodes = self.writers = self.readers = self.of_evaluations = self.readers_of_evaluations = 0
+        self.wrong: list[str] = []
+        self._steps = StepGroups.from_config(recipe.rollout)
+        self._behind = recipe.max_staleness
+        self._min_score = None if recipe.memory is None else recipe.memory.min_score
+        self._authors: dict[str, _Author] = {}
+
+    def group(self, group: Group) -> None:
+        """Adds a training group."""
+        step, count = self._steps.step_of(group.index), {one.episode for one in notes_to_commit(group.episodes, min_score=self._min_score)}
+        for one in group.episodes:
+            episode, memo = one.episode, one.episode.memory
+            self.episodes += 1
+            if memo is None:
+                continue
+            self.readers += bool(memo.read)
+            authors = [(name, self._authors.get(name)) for name in memo.read]
+            self.wrong += [f"{episode.id} {why}" for name, author in authors if (why := self._why(name, author, episode.task_key, step))]
+            if episode.id in count:
+                self.writers += 1
+                knows = frozenset([episode.task_key]).union(*(author.knows for _, author in authors if author is not None))
+                self._authors[episode.id] = _Author(step, knows)
+
+    def _why(self, name: str, author: _Author | None, task_key: str, step: int) -> str:
+        """Why an attempt at a task must not read a note of this author; empty if it may."""
+        if author is None:
+            return f"read a note of {name}, which is not an earlier training episode that counts"
+        if author.step >= max(0, step - self._behind):
+            return f"of step {step} read a note of {name}, of step {author.step}, which is later than the version that it reads"
+        return f"read a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Adds an evaluation transcript, which may only read notes of the same evaluation and split."""
+        if line["phase"] == "train" or not isinstance(memory := line.get("memory"), dict):
+            return
+        read = memory.get("read")
+        names = [str(name) for name in read] if isinstance(read, list) else ["an unknown episode"]
+        self.of_evaluations += 1
+        self.readers_of_evaluations += bool(names)
+        own = f"{line['phase']}-{line['split']}-"
+        self.wrong += [f"{line['task_id']} in {own[:-1]} read a note of {name}" for name in names if not name.startswith(own)]
+
+
+def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of files, one per line. Raises `UserError` for a line without the required fields."""
+    for path in paths:
+        try:
+            lines = complete_lines(path)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}", fix="make it readable") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in required.items()):
+                raise UserError(
+                    f"{path}: line {number} is damaged, so the reads of its episode are unknown",
+                    fix="restore the file from a copy, or delete the line to audit the others",
+                )
+            yield found
+
+
+def _kept(path: Path, recipe: Recipe) -> tuple[int, Mapping[str, tuple[int, int]]]:
+    if not path.is_file() or recipe.memory is None:
+        return 0, {}
+    store = NoteStore(path, recipe.memory)
+    try:
+        return store.version, store.counts()
+    finally:
+        store.close()
