@@ -2,7 +2,7 @@
 
     total = Rubric(
         parts={"right": (Numeric(relative=1e-3, unit="m"), 0.8), "short": (Length(most=200), 0.2)},
-        gate="right",
+        required="right",
     )
 
 in `rewards/mine.py` is the verifier `rewards.mine:total`.
@@ -25,7 +25,7 @@ from agentrl.errors import PluginError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.branches import add_branches
+from agentrl.reward.combine import add_branches, named_parts, weighted_turns
 from agentrl.reward.verifier_call import bounds_of, call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
@@ -43,7 +43,7 @@ class Rubric:
 
     Args:
         parts: name -> (verifier, weight). Weights are positive and need not sum to 1. A value outside of 0 to 1 counts as missing.
-        gate: required criteria: the name of a part, a verifier, or name -> `Requirement`. They are checked in order; at the first that
+        required: required criteria: the name of a part, a verifier, or name -> `Requirement`. They are checked in order; at the first that
             fails the score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
         caps: part -> maximum of the rubric's value if that part is less than 1; or (minimum, maximum), if it is less than `minimum`.
         optional: parts that may lack a value. The weights of the others then count alone, the part `NAME/unscored` is 1, and the evidence
@@ -60,33 +60,33 @@ class Rubric:
         self,
         parts: Mapping[str, tuple[AnyVerifier, float]],
         *,
-        gate: str | Verifier | SandboxVerifier | Mapping[str, Requirement] | None = None,
+        required: str | Verifier | SandboxVerifier | Mapping[str, Requirement] | None = None,
         caps: Mapping[str, float | tuple[float, float]] | None = None,
         optional: tuple[str, ...] = (),
         part_s: float = PART_S,
     ) -> None:
         self._verifiers: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
-        self._gates: dict[str, float] = {}
+        self._minimums: dict[str, float] = {}
         for name, (verifier, weight) in parts.items():
             self._add(name, verifier)
             self._weights[name] = _number(weight, f"the weight of {name!r}", above=0.0)
         if not self._weights:
             raise PluginError("a rubric needs parts", fix='write Rubric(parts={"right": (verifier, 1.0)})')
-        for name, what in _gates(gate):
-            self._gates[name] = self._gate(name, what)
+        for name, requirement in _named_requirements(required):
+            self._minimums[name] = self._add_requirement(name, requirement)
         self._caps = {name: _cap(self._known(name, "caps"), cap) for name, cap in (caps or {}).items()}
         self._optional = frozenset(self._known(name, "optional") for name in ((optional,) if isinstance(optional, str) else optional))
         self._part_s = _number(part_s, "part_s", above=0.0)
-        if useless := self._optional & set(self._gates):
-            raise PluginError(f"{sorted(useless)[0]!r} is both required and optional", fix="remove it from gate or from optional")
+        if useless := self._optional & set(self._minimums):
+            raise PluginError(f"{sorted(useless)[0]!r} is both required and optional", fix="remove it from required or from optional")
         self.needs_sandboxes = any(needs_sandboxes(verifier) for verifier in self._verifiers.values())
 
     @property
     def timeout_s(self) -> float:
         """Deadline of the rubric in seconds: the required criteria run one after another, then the other parts concurrently."""
-        rest = max((self._limit(name) for name in self._verifiers if name not in self._gates), default=0.0)
-        return sum(map(self._limit, self._gates)) + rest + user_code.GRACE_S
+        rest = max((self._limit(name) for name in self._verifiers if name not in self._minimums), default=0.0)
+        return sum(map(self._limit, self._minimums)) + rest + user_code.GRACE_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """Prepares the parts that need it, such as judges. Raises `UserError` if one cannot be used."""
@@ -96,21 +96,18 @@ class Rubric:
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend | None = None) -> Score:
         """Scores the episode. Raises `InfrastructureError` of a part; the caller then retries all parts."""
         scores: dict[str, Score] = {}
-        for name, least in self._gates.items():
-            scores[name] = score = await self._ask(name, task, episode, sandboxes)
+        for name, minimum in self._minimums.items():
+            scores[name] = score = await self._call(name, task, episode, sandboxes)
             if score.value is None:
                 return _unscored({name: score})
-            if not is_at_least(score.value, least):
-                told = f"required criterion {name} fails: {score.value:g}, the minimum is {least:g}"
-                return Score(value=0.0, parts=_named(scores), evidence=_evidence(scores, told))
-        rest = [name for name in self._weights if name not in scores]
-        asking = []
-        async with asyncio.TaskGroup() as together:  # if one raises, the others are cancelled and the caller retries all
-            asking += [together.create_task(self._ask(name, task, episode, sandboxes)) for name in rest]
-        scores |= {name: job.result() for name, job in zip(rest, asking, strict=True)}
-        return self._combined(scores)
+            if not is_at_least(score.value, minimum):
+                note = f"required criterion {name} fails: {score.value:g}, the minimum is {minimum:g}"
+                return Score(value=0.0, parts=named_parts(scores), evidence=_evidence(scores, note))
+        async with asyncio.TaskGroup() as group:  # if one raises, the others are cancelled and the caller retries all
+            jobs = {name: group.create_task(self._call(name, task, episode, sandboxes)) for name in self._weights if name not in scores}
+        return self._combined(scores | {name: job.result() for name, job in jobs.items()})
 
-    async def _ask(self, name: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Score:
+    async def _call(self, name: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Score:
         verifier = self._verifiers[name]
         score = await call_verifier(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=self._limit(name))
         if score.value is not None and not BOUNDS[0] <= score.value <= BOUNDS[1]:
@@ -123,47 +120,49 @@ class Rubric:
 
     def _combined(self, scores: Mapping[str, Score]) -> Score:
         """The score of an episode that meets every required criterion."""
-        lacking = {name: score for name, score in scores.items() if score.value is None}
-        if fatal := {name: score for name, score in lacking.items() if name not in self._optional}:
+        missing = {name: score for name, score in scores.items() if score.value is None}
+        if fatal := {name: score for name, score in missing.items() if name not in self._optional}:
             return _unscored(fatal)
-        given = {name: score.value for name, score in scores.items() if score.value is not None}
-        weights = {name: weight for name, weight in self._weights.items() if name in given}
+        values = {name: score.value for name, score in scores.items() if score.value is not None}
+        weights = {name: weight for name, weight in self._weights.items() if name in values}
         if not weights:
-            return _unscored(lacking)
-        whole = sum(weights.values())
-        value = sum(weight * given[name] for name, weight in weights.items()) / whole
-        notes = [f"{name} has no value and does not count: {score.reason}" for name, score in lacking.items()]
-        for name, (least, most) in self._caps.items():
-            if name in given and not is_at_least(given[name], least) and value > most:
-                value = most
-                notes.append(f"capped at {most:g} because {name} is {given[name]:g}")
-        parts = _named(scores) | {f"{name}/unscored": 1.0 for name in lacking}
-        counted, shares = {name: scores[name] for name in weights}, {name: weight / whole for name, weight in weights.items()}
-        turns = _weighted_turns(counted, shares)
-        made = Score(value=min(max(value, 0.0), 1.0), parts=parts, evidence=_evidence(scores, *notes), turn_rewards=turns)
-        return add_branches(made, counted, shares)
+            return _unscored(missing)
+        total = sum(weights.values())
+        value = sum(weight * values[name] for name, weight in weights.items()) / total
+        notes = [f"{name} has no value and does not count: {score.reason}" for name, score in missing.items()]
+        for name, (minimum, cap) in self._caps.items():
+            if name in values and not is_at_least(values[name], minimum) and value > cap:
+                value = cap
+                notes.append(f"capped at {cap:g} because {name} is {values[name]:g}")
+        parts = named_parts(scores) | {f"{name}/unscored": 1.0 for name in missing}
+        weighted = [(weight / total, scores[name]) for name, weight in weights.items()]
+        turns = weighted_turns(weighted)
+        combined = Score(value=min(max(value, 0.0), 1.0), parts=parts, evidence=_evidence(scores, *notes), turn_rewards=turns)
+        return add_branches(combined, weighted)
 
     def _add(self, name: str, verifier: object) -> None:
         if not name or "/" in name:
             raise PluginError(f"{name!r} is not a valid name of a part", fix="use a non-empty name without a slash")
-        found = resolve(verifier) if isinstance(verifier, str) else verifier
-        if not callable(found):
-            raise PluginError(f"{name!r}: {type(found).__name__} is not a verifier", fix="write async def score(task, episode) -> Score")
-        limits = bounds_of(found)
-        if limits is not None and not BOUNDS[0] <= limits[0] <= limits[1] <= BOUNDS[1]:
-            raise PluginError(f"{name!r}: its bounds are {limits[0]:g} to {limits[1]:g}", fix="use verifiers with bounds from 0 to 1")
-        self._verifiers[name] = found
+        resolved = resolve(verifier) if isinstance(verifier, str) else verifier
+        if not callable(resolved):
+            raise PluginError(f"{name!r}: {type(resolved).__name__} is not a verifier", fix="write async def score(task, episode) -> Score")
+        bounds = bounds_of(resolved)
+        if bounds is not None and not BOUNDS[0] <= bounds[0] <= bounds[1] <= BOUNDS[1]:
+            raise PluginError(f"{name!r}: its bounds are {bounds[0]:g} to {bounds[1]:g}", fix="use verifiers with bounds from 0 to 1")
+        self._verifiers[name] = resolved
 
-    def _gate(self, name: str, what: Any) -> float:
+    def _add_requirement(self, name: str, requirement: Any) -> float:
         """Adds a required criterion, with its verifier if it is not a part, and returns its minimum."""
-        if isinstance(what, bool | int | float):
-            self._known(name, "gate")
-            return _number(what, f"gate {name!r}", above=0.0)
-        verifier, least = what if isinstance(what, tuple) else (what, 1.0)
+        if isinstance(requirement, bool | int | float):
+            self._known(name, "required")
+            return _number(requirement, f"required {name!r}", above=0.0)
+        verifier, minimum = requirement if isinstance(requirement, tuple) else (requirement, 1.0)
         if name in self._verifiers:
-            raise PluginError(f"gate {name!r} is also a part", fix=f'write gate={{"{name}": 0.5}} to require at least 0.5 of the part')
+            raise PluginError(
+                f"required {name!r} is also a part", fix=f'write required={{"{name}": 0.5}} to require at least 0.5 of the part'
+            )
         self._add(name, verifier)
-        return _number(least, f"gate {name!r}", above=0.0)
+        return _number(minimum, f"required {name!r}", above=0.0)
 
     def _known(self, name: str, where: str) -> str:
         if name not in self._weights:
@@ -171,13 +170,11 @@ class Rubric:
         return name
 
 
-def _gates(gate: object) -> Iterator[tuple[str, Any]]:
-    if gate is None:
-        return
-    if isinstance(gate, Mapping):
-        yield from gate.items()
-    else:
-        yield (gate, 1.0) if isinstance(gate, str) else ("gate", gate)
+def _named_requirements(required: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(required, Mapping):
+        yield from required.items()
+    elif required is not None:
+        yield (required, 1.0) if isinstance(required, str) else ("required", required)
 
 
 def _cap(name: str, cap: float | tuple[float, float]) -> tuple[float, float]:
@@ -194,26 +191,12 @@ def _number(value: Any, what: str, *, above: float | None = None, most: float = 
     return float(value)
 
 
-def _named(scores: Mapping[str, Score]) -> dict[str, float]:
-    """The values of the parts and their own parts, by the part's name."""
-    parts = {name: score.value for name, score in scores.items() if score.value is not None}
-    return parts | {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
-
-
 def _unscored(scores: Mapping[str, Score]) -> Score:
     blames = [score.blame for score in scores.values() if score.blame is not None]
-    blame = next((one for one in blames if one is not Blame.POLICY), next(iter(blames), None))
+    blame = next((blame for blame in blames if blame is not Blame.POLICY), next(iter(blames), None))
     reason = "; ".join(f"part {name}: {score.reason}" for name, score in scores.items())
     return Score(value=None, reason=reason, evidence=_evidence(scores), blame=blame)
 
 
 def _evidence(scores: Mapping[str, Score], *notes: str) -> str:
     return "\n".join([*(f"{name}: {score.evidence}" for name, score in scores.items() if score.evidence), *notes])
-
-
-def _weighted_turns(scores: Mapping[str, Score], weights: Mapping[str, float]) -> tuple[tuple[float, ...], ...]:
-    """The weighted sum of turn rewards over parts; a part without turn rewards counts as zeros. Empty if no part has any."""
-    scaled = [
-        [[weights[name] * turn for turn in line] for line in score.turn_rewards] for name, score in scores.items() if score.turn_rewards
-    ]
-    return tuple(tuple(sum(turn) for turn in zip(*lines, strict=True)) for lines in zip(*scaled, strict=True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.base import user_code
 from agentrl.base.error_text import raise_location
@@ -18,6 +18,7 @@ from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Score, Task, Trajectory
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_EVIDENCE = 20_000
 """Maximum length of a verifier's evidence, in characters."""
@@ -49,16 +50,16 @@ def with_checked_data(task: Task) -> Task:
     """A copy of the task for a verifier: `task.data[key]` raises `MissingTaskData`, a KeyError, for a missing key."""
     if isinstance(task.data, _Data):
         return task
-    seen = copy.copy(task)
-    object.__setattr__(seen, "data", _Data(task.data))
-    return seen
+    copied = copy.copy(task)
+    object.__setattr__(copied, "data", _Data(task.data))
+    return copied
 
 
 def missing_data_error(task: Task, error: BaseException, reader: str) -> TaskError | None:
     """The error for a task without a key that `reader` reads; None if the cause of `error` is something else."""
-    if (lack := user_code.first_cause(error, MissingTaskData)) is None:
+    if (missing := user_code.first_cause(error, MissingTaskData)) is None:
         return None
-    key = user_code.printable(repr(lack.args[0]), 80)
+    key = user_code.printable(repr(missing.args[0]), 80)
     return TaskError(
         f"task {task.id}: data has no {key}, which {reader} reads",
         fix="add the key (a captured task has no truth of its own), or use a verifier that needs no truth",
@@ -68,47 +69,72 @@ def missing_data_error(task: Task, error: BaseException, reader: str) -> TaskErr
 async def call_verifier(
     verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float
 ) -> Score:
-    """Returns the verifier's score, validated and clipped to its bounds; if the verifier fails, a score without a value and with a reason.
-
-    The blame is the policy's if the text of the episode may have caused the failure; the caller must check that.
+    """Returns the verifier's valid score or, if it fails, a score without a value; see `call_scoring_code`.
 
     Args:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
+    """
+    with_sandboxes = needs_sandboxes(verifier)
+    assert sandboxes is not None or not with_sandboxes, "checked by the caller"
+    checked_task = with_checked_data(task)
+
+    def call() -> Awaitable[object]:
+        result: Awaitable[object] = verifier(checked_task, episode, *([sandboxes] if with_sandboxes else []))
+        return result
+
+    return await call_scoring_code(
+        call,
+        lambda result: validate_score(result, episode, bounds=bounds_of(verifier)),
+        what=what,
+        task=task,
+        episodes=[episode],
+        timeout_s=timeout_s,
+        grace_s=_CLOSING_S if with_sandboxes else user_code.GRACE_S,
+    )
+
+
+async def call_scoring_code(
+    call: Callable[[], Awaitable[object]],
+    validate: Callable[[object], T],
+    *,
+    what: str,
+    task: Task,
+    episodes: Sequence[Episode],
+    timeout_s: float,
+    grace_s: float = user_code.GRACE_S,
+) -> T | Score:
+    """Calls a verifier or group judge and returns its validated result; a score without a value and with a reason if it fails.
+
+    The blame is the policy's if the text of an episode may have caused the failure; the caller must check that.
 
     Raises:
-        InfrastructureError: the verifier raised it, or reported an outage (`agentrl.base.outages`). The caller retries.
-        Late: the outage is a server that did not answer in time, or a killed subprocess of the verifier; the episode may be the cause.
+        InfrastructureError: the code raised it, or reported an outage (`agentrl.base.outages`). The caller retries.
+        VerifierTimeout: the outage is a server that did not answer in time, or a killed subprocess; the text may be the cause.
     """
-    grace_s = _CLOSING_S if needs_sandboxes(verifier) else user_code.GRACE_S
+    role = "group judge" if what.startswith("group judge") else "verifier"
     since = user_code.cancellation_count()
     try:
-        seen = with_checked_data(task)
-        given = await user_code.call_user_code(
-            lambda: _call(verifier, seen, episode, sandboxes), what=what, timeout_s=timeout_s, grace_s=grace_s
-        )
-        return validate_score(given, [len(trajectory.turns) for trajectory in episode.trajectories], bounds=bounds_of(verifier))
-    except user_code.CallTimeout as error:
+        return validate(await user_code.call_user_code(call, what=what, timeout_s=timeout_s, grace_s=grace_s))
+    except (user_code.CallTimeout, InvalidScore) as error:
         user_code.log_unexpected(what, error, trace=False)
-        return Score(value=None, reason=f"verifier returned no score within {timeout_s:g} s", blame=Blame.POLICY)
-    except InvalidScore as error:
-        user_code.log_unexpected(what, error, trace=False)
-        return Score(value=None, reason=f"verifier returned {user_code.error_text(error, 500)}", blame=Blame.POLICY)
+        problem = user_code.error_text(error, 500) if isinstance(error, InvalidScore) else f"no score within {timeout_s:g} s"
+        return Score(value=None, reason=f"{role} returned {problem}", blame=Blame.POLICY)
     except BaseException as error:  # user code may raise anything
         if isinstance(error, KeyboardInterrupt | GeneratorExit) or user_code.cancellation_count() > since:
             raise
         if (fault := user_code.first_cause(error, InfrastructureError)) is not None:
             raise fault from None
-        if (broken := user_code.first_cause(error, TaskError) or missing_data_error(task, error, what)) is not None:
-            log.warning("%s: %s", what, broken)
-            return Score(value=None, reason=user_code.error_text(broken), blame=Blame.TASK)
-        if (down := outage_of(error, said=episode_texts(episode))) is not None:
-            kind = VerifierTimeout if down.late else InfrastructureError
-            raise kind(f"{what} reported an outage: {down.text}") from error
+        if (task_fault := user_code.first_cause(error, TaskError) or missing_data_error(task, error, what)) is not None:
+            log.warning("%s: %s", what, task_fault)
+            return Score(value=None, reason=user_code.error_text(task_fault), blame=Blame.TASK)
+        if (outage := outage_of(error, said=[text for episode in episodes for text in _texts(episode)])) is not None:
+            kind = VerifierTimeout if outage.late else InfrastructureError
+            raise kind(f"{what} reported an outage: {outage.text}") from error
         user_code.log_unexpected(what, error)
-        return Score(value=None, reason=f"verifier raised {user_code.describe_error(error, 2000)}", blame=Blame.POLICY)
+        return Score(value=None, reason=f"{role} raised {user_code.describe_error(error, 2000)}", blame=Blame.POLICY)
 
 
-def episode_texts(episode: Episode) -> list[Any]:
+def _texts(episode: Episode) -> list[Any]:
     """The texts of an episode that a verifier's error message may repeat."""
     messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = [call.arguments for message in messages for call in message.tool_calls]
@@ -126,35 +152,29 @@ def control_episode(episode: Episode, answer: str | None) -> Episode:
     return Episode(id=f"{episode.id}.control", task_id=episode.task_id, task_key=episode.task_key, trajectories=nothing, answer=answer)
 
 
-async def _call(verifier: Any, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Any:
-    if not needs_sandboxes(verifier):
-        return await verifier(task, episode)
-    assert sandboxes is not None, "checked by the caller"
-    return await verifier(task, episode, sandboxes)
-
-
-def validate_score(given: object, turns: Sequence[int], *, bounds: tuple[float, float] | None = None) -> Score:
-    """Returns the score with its texts truncated. Raises `InvalidScore` if it is invalid.
-
-    Args:
-        turns: number of turns of each trajectory.
-        bounds: smallest and largest valid value.
-    """
-    if not isinstance(given, Score):
-        raise InvalidScore(f"{type(given).__name__}, not a Score")
-    numbers = (given.value or 0.0, *given.parts.values(), *(turn for line in given.turn_rewards for turn in line))
-    numbers += tuple(said for said in (*given.branches, *given.without) if said is not None)
-    if (odd := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
-        raise InvalidScore(f"{odd} instead of a finite number")
-    if bounds is not None and given.value is not None and not bounds[0] <= given.value <= bounds[1]:
-        raise InvalidScore(f"{given.value:g}, outside its bounds {bounds[0]:g} to {bounds[1]:g}")
-    if len(given.parts) > MAX_PARTS:
-        raise InvalidScore(f"{len(given.parts)} parts, more than {MAX_PARTS}")
-    if given.turn_rewards and [len(line) for line in given.turn_rewards] != list(turns):
-        raise InvalidScore(f"turn rewards that do not match the episode's turns {list(turns)}")
-    if {len(given.branches), len(given.without)} - {0, len(turns)}:
+def validate_score(score: object, episode: Episode, *, bounds: tuple[float, float] | None = None) -> Score:
+    """Returns the score of an episode with its texts truncated. Raises `InvalidScore`. `bounds`: smallest and largest valid value."""
+    if not isinstance(score, Score):
+        raise InvalidScore(f"{type(score).__name__}, not a Score")
+    numbers = (
+        score.value,
+        *score.parts.values(),
+        *(value for turns in score.turn_rewards for value in turns),
+        *score.branches,
+        *score.without,
+    )
+    if (invalid := next((number for number in numbers if number is not None and not math.isfinite(number)), None)) is not None:
+        raise InvalidScore(f"{invalid} instead of a finite number")
+    if bounds is not None and score.value is not None and not bounds[0] <= score.value <= bounds[1]:
+        raise InvalidScore(f"{score.value:g}, outside its bounds {bounds[0]:g} to {bounds[1]:g}")
+    if len(score.parts) > MAX_PARTS:
+        raise InvalidScore(f"{len(score.parts)} parts, more than {MAX_PARTS}")
+    turns = [len(trajectory.turns) for trajectory in episode.trajectories]
+    if score.turn_rewards and [len(rewards) for rewards in score.turn_rewards] != turns:
+        raise InvalidScore(f"turn rewards that do not match the episode's turns {turns}")
+    if {len(score.branches), len(score.without)} - {0, len(turns)}:
         raise InvalidScore(f"branches or without that do not match the episode's {len(turns)} trajectories")
-    return replace(given, evidence=given.evidence[:MAX_EVIDENCE], reason=given.reason[:2000])
+    return replace(score, evidence=score.evidence[:MAX_EVIDENCE], reason=score.reason[:2000])
 
 
 def needs_sandboxes(verifier: object) -> bool:
@@ -164,16 +184,16 @@ def needs_sandboxes(verifier: object) -> bool:
 
 def timeout_of(verifier: object, default_s: float) -> float:
     """The deadline of a verifier in seconds: its own `timeout_s` if it has one (`PreparedVerifier`), else `default_s`."""
-    said = getattr(verifier, "timeout_s", None)
-    return float(said) if isinstance(said, int | float) and 0 < said < math.inf else default_s
+    declared = getattr(verifier, "timeout_s", None)
+    return float(declared) if isinstance(declared, int | float) and 0 < declared < math.inf else default_s
 
 
 def prepare_verifier(verifier: object, *, root: Path, folder: Path | None) -> None:
     """Calls `prepare` of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, also if it tries to exit the process."""
-    if (ready := getattr(verifier, "prepare", None)) is None:
+    if (method := getattr(verifier, "prepare", None)) is None:
         return
     try:
-        ready(root=root, folder=folder)
+        method(root=root, folder=folder)
     except (SystemExit, KeyboardInterrupt) as error:
         if user_code.is_interrupt(error):
             raise

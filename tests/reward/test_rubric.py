@@ -72,7 +72,7 @@ def test_value_is_the_weighted_mean_and_parts_are_kept(rows: list[tuple[float, f
 @given(values, values, st.floats(0.01, 1))
 def test_failed_requirement_scores_0_and_stops(gate: float, part: float, least: float) -> None:
     verifier = Gives(part)
-    whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, gate={"open": (Gives(gate), least)})(TASK, EPISODE))
+    whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, required={"open": (Gives(gate), least)})(TASK, EPISODE))
     passed = gate >= min(least, 1 - 1e-9)
     assert whole.value == (pytest.approx(part) if passed else 0.0) and verifier.asked == passed
     assert whole.parts["open"] == gate and ("required criterion open fails" in whole.evidence) == (not passed)
@@ -87,10 +87,10 @@ def test_cap_applies_only_if_its_part_is_too_low(one: float, other: float, most:
 
 async def test_requirement_that_is_a_part_also_counts_in_the_mean() -> None:
     right, short = Gives(1.0), Gives(0.5)
-    assert (await score(Rubric({"right": (right, 3.0), "short": (short, 1.0)}, gate="right"))).value == 0.875
+    assert (await score(Rubric({"right": (right, 3.0), "short": (short, 1.0)}, required="right"))).value == 0.875
     assert right.asked == 1, "once"
-    assert (await score(Rubric({"right": (Gives(0.9), 3.0), "short": (short, 1.0)}, gate="right"))).value == 0.0
-    assert (await score(Rubric({"right": (Gives(0.9), 1.0)}, gate={"right": 0.5}))).value == 0.9
+    assert (await score(Rubric({"right": (Gives(0.9), 3.0), "short": (short, 1.0)}, required="right"))).value == 0.0
+    assert (await score(Rubric({"right": (Gives(0.9), 1.0)}, required={"right": 0.5}))).value == 0.9
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ async def test_missing_part_makes_the_rubric_unscored_unless_optional(what: Any,
     rest = await score(Rubric(parts, optional=("bad",), part_s=0.05))
     assert rest.value == 0.5 and rest.parts["v/bad/unscored"] == 1.0 and "bad has no value" in rest.evidence
     assert (await score(Rubric({"bad": parts["bad"]}, optional=("bad",), part_s=0.05))).value is None
-    gated = await score(Rubric({"good": parts["good"]}, gate={"bad": Gives(what)}, part_s=0.05))
+    gated = await score(Rubric({"good": parts["good"]}, required={"bad": Gives(what)}, part_s=0.05))
     assert gated.value is None and reason in gated.reason
 
 
@@ -156,12 +156,12 @@ async def test_turn_rewards_are_weighted_like_values() -> None:
         ({"parts": {}}, "needs parts"),
         ({"parts": {"a": (Gives(1.0), 0.0)}}, "weight of 'a' is 0.0"),
         ({"parts": {"a": (Gives(1.0), float("nan"))}}, "weight of 'a' is nan"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "b"}, "there is no part 'b'"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": {"a": Gives(1.0)}}, "is also a part"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "required": "b"}, "there is no part 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "required": {"a": Gives(1.0)}}, "is also a part"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"b": 0.5}}, "there is no part 'b'"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"a": 1.5}}, "caps: most of 'a' is 1.5"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "optional": ("b",)}, "there is no part 'b'"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "a", "optional": ("a",)}, "is both required and optional"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "required": "a", "optional": ("a",)}, "is both required and optional"),
         ({"parts": {"a": (3, 1.0)}}, "int is not a verifier"),
         ({"parts": {"a": ("nowhere:x", 1.0)}}, "no module named 'nowhere'"),
         ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "not a valid name of a part"),
@@ -179,5 +179,5 @@ async def test_values_outside_declared_bounds_are_rejected() -> None:
     assert (await TaskScorer(_verifiers={"v": Wide(-1.0)})(TASK, EPISODE)).value == -1.0
     outside = await TaskScorer(_verifiers={"v": Wide(1.5)})(TASK, EPISODE)
     assert outside.value is None and "returned 1.5, outside its bounds -1 to 1" in outside.reason
-    with pytest.raises(PluginError, match="go from -1 to 1"):
+    with pytest.raises(PluginError, match="bounds are -1 to 1"):
         Rubric({"a": (Wide(0.0), 1.0)})

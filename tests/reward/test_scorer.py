@@ -553,7 +553,7 @@ def test_fastest_of_the_best_episodes_is_kept() -> None:
     def best_of(*scores: tuple[float, float]) -> int:
         scorer = TaskScorer()
         for number, (value, seconds) in enumerate(scores):
-            scorer._judged("v", task(), replace(EPISODE, id=str(number)), value, seconds)
+            scorer._remember("v", task(), replace(EPISODE, id=str(number)), value, seconds)
         return int(scorer._best["v"].episode.id)
 
     assert best_of((0.5, 1.0), (1.0, 9.0)) == 1 and best_of((1.0, 9.0), (0.5, 1.0)) == 0

@@ -46,7 +46,7 @@ PLAIN: dict[str, tuple[Any, str, dict[str, Any]]] = {  # name -> verifier, right
     "pattern": (pattern, "INV-123456", {"answer": "INV-[0-9]{6}"}),
     "sql": (sql, "SELECT sum(b), a FROM t GROUP BY a", {"answer": "SELECT total(b), a FROM t GROUP BY 2", "databases": DATABASE}),
     "form and length": (
-        Rubric({"right": (exact, 2.0), "short": (Length(most=5), 1.0), "form": (Form(never=("!",)), 1.0)}, gate="right"),
+        Rubric({"right": (exact, 2.0), "short": (Length(most=5), 1.0), "form": (Form(never=("!",)), 1.0)}, required="right"),
         "north",
         {"answer": "north"},
     ),

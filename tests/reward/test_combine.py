@@ -1,4 +1,4 @@
-"""The audit is logged next to the score, does not change the reward, and can contradict it."""
+"""Combining scores: trajectories of several verifiers, and the audit, which does not change the reward but can contradict it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agentrl.config import TasksConfig, build
 from agentrl.errors import RecipeError
 from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.reward.audit import AUDIT_PART, add_audit, audit_contradiction
+from agentrl.reward.combine import AUDIT_PART, add_audit, add_branches, audit_contradiction
 from agentrl.session.measure import MAX_PARTS, score_part_means
 
-HERE = "tests.reward.test_audit"
+HERE = "tests.reward.test_combine"
 
 
 async def generous(task: Task, episode: Episode) -> Score:
@@ -86,3 +86,11 @@ def test_recipe_rejects_a_verifier_that_audits_itself() -> None:
     with pytest.raises(RecipeError, match="an audit that agrees with itself"):
         build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "verifiers": ["a:b"], "audit": ["a:b"]}})
     assert TasksConfig(family="f:F", audit=("a:b",)).audit == ("a:b",)
+
+
+def test_verifiers_without_branch_scores_contribute_their_value() -> None:
+    judged = Score(value=1.0, branches=(None, 0.0, 0.5), without=(None, 0.0, None))
+    plain = Score(value=0.4)
+    combined = add_branches(Score(value=0.7), [(0.75, judged), (0.25, plain)])
+    assert combined.branches == (None, 0.1, 0.475) and combined.without == (None, 0.1, None) and combined.value == 0.7
+    assert add_branches(Score(value=0.4), [(1.0, plain)]) == plain
