@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,27 +16,23 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from agentrl.agent import load_tools
 from agentrl.agent.run_tools import declared_tools, pin_tools
 from agentrl.agent.tools import render_result
 from agentrl.base import user_code
-from agentrl.base.scores import all_equal
 from agentrl.check import cheats
+from agentrl.check.access import prove_separation, prove_unreadable
 from agentrl.check.family_source import FamilySource, draw_name, split_sizes
-from agentrl.check.findings import Proof, join_examples, plural, unique
-from agentrl.check.image_files import ImageFiles, image_files
-from agentrl.check.leaks import leak_findings
+from agentrl.check.findings import Proof
 from agentrl.check.null_answers import prove_null_answers
 from agentrl.check.purity import prove_purity
-from agentrl.check.separation import prove_separation
+from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
-from agentrl.check.verifiers import GoldAttempt, prove_verifiers
+from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_errors
 from agentrl.config.recipe import SandboxConfig
-from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
-from agentrl.observe.exclusions import printable_text
+from agentrl.errors import SandboxTimeout, TaskError, UserError
 from agentrl.plugins import parts
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
@@ -49,14 +43,11 @@ from agentrl.sandbox import conformance, open_backend, open_sandboxes, select_ba
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, run_attacks
 from agentrl.session.ending import close_after
 from agentrl.task import make_task
-from agentrl.task.leaks import Leak, find_leaks, hidden_truths
 from agentrl.task.outputs import example_path, run_and_collect
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RETRIES = 2
-GOLD, NOTHING, IMAGE = "gold solution", "doing nothing", "image"
 NEVER_PROVEN = (
     "that the truth is right: gold solution and verifier may share a mistake",
     "that no other cheat scores: only those of agentrl/check/cheats.py were tried",
@@ -65,42 +56,6 @@ NEVER_PROVEN = (
     "that tasks are the same on another machine, with other packages, or on another day",
     "that the policy's chat template presents the tools as intended",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaseResult:
-    """The result of one case of one task: expected score, actual score (None: unscored), and why."""
-
-    task: str
-    case: str
-    wanted: float
-    value: float | None
-    detail: str
-    wall_s: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether the score is the expected one."""
-        return self.value is not None and all_equal((self.value, self.wanted))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
-    """The results of `agentrl check` on a family, and what was not proven."""
-
-    cases: tuple[CaseResult, ...]
-    proofs: tuple[Proof, ...]
-    not_proven: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every case and every proof passed."""
-        return all(case.ok for case in self.cases) and all(proof.ok for proof in self.proofs)
-
-    def to_data(self) -> dict[str, Any]:
-        """The report as JSON data."""
-        proofs = [codec.to_data(proof) | {"ok": proof.ok} for proof in self.proofs]
-        return {"ok": self.ok, "cases": list(map(codec.to_data, self.cases)), "proofs": proofs, "not_proven": list(self.not_proven)}
 
 
 async def check_family(
@@ -184,7 +139,7 @@ async def prove_tasks(
         await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel, audit=audit, together=together),
         await prove_tools(good, sandboxes, tools),
         prove_separation(good),
-        await _prove_unreadable(good, prover.golden, sandboxes),
+        await prove_unreadable(good, prover.golden, sandboxes),
     ]
     cases.sort(key=lambda result: (result.task, result.wanted == 0, result.case))
     return cases, proofs
@@ -201,29 +156,6 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
     if hosts := sorted({host for task in tasks for host in task.sandbox.network}):
         yield f"that the network that tasks may reach ({', '.join(hosts)}) stays the same: gold solutions worked today"
     yield from NEVER_PROVEN
-
-
-async def _prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], sandboxes: SandboxBackend) -> Proof:
-    """Searches each task's files, its prompt and the files of its image for the task's truth."""
-    images: dict[tuple[str, str], ImageFiles] = {}
-    given: dict[str, list[Leak]] = {}
-    built_in: dict[str, list[Leak]] = {}
-    for task in tasks:
-        image = (task.sandbox.image, task.sandbox.runtime)
-        if image not in images:
-            images[image] = await _retried(lambda spec=task.sandbox: image_files(spec, sandboxes))  # type: ignore[misc]
-        printed = golden[task.id].episode.answer if task.id in golden else None
-        wanted = hidden_truths(task, printed or "")
-        prompt = {"its prompt": "\n".join(message.content for message in task.prompt).encode("utf-8", "replace")}
-        given[task.id] = find_leaks(task.contents(), wanted) + [replace(leak, certain=False) for leak in find_leaks(prompt, wanted)]
-        built_in[task.id] = find_leaks(images[image].files, wanted)
-    return Proof(
-        name="no answer is readable in what the agent is given",
-        looked_at=f"files and prompts of {plural(len(tasks), 'task')}, and "
-        f"{plural(sum(len(one.files) for one in images.values()), 'file')} of {plural(len(images), 'image')}",
-        findings=(*leak_findings(given, "in its files or prompt"), *leak_findings(built_in, "in its image")),
-        unproven=tuple(f"that no answer is in image {image}: {one.problem}" for (image, _), one in images.items() if one.problem),
-    )
 
 
 def backend_names(choice: str) -> list[str]:
@@ -253,81 +185,6 @@ async def attack_backend(
     async with close_after(backend.close):
         results = await run_attacks(backend, spec, only=only, report=lambda result: report(backend.name, result))
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
-
-
-def render(report: CheckReport) -> str:
-    """The report as text: what was proven, what is wrong with which task, and what was not proven."""
-    console = Console(width=140, force_terminal=False)
-    with console.capture() as captured:
-        for line in (*_verdicts(report), ""):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if any(not case.ok for case in report.cases):
-            console.print(_wrong_cases(report.cases), markup=False)
-        for proof in report.proofs:
-            if proof.table:
-                console.print(_figures(proof), markup=False)
-        findings = [line for proof in report.proofs for line in _findings(proof)]
-        for line in (*findings, *([""] if findings else []), "not proven:"):
-            console.print(printable_text(line), markup=False, highlight=False, soft_wrap=True)
-        for text in report.not_proven:
-            console.print(f"  - {printable_text(text)}", markup=False, highlight=False, soft_wrap=True)
-    return captured.get().rstrip()
-
-
-def _findings(proof: Proof) -> list[str]:
-    """A proof's findings with its name as heading, failures first."""
-    order = ("failure", "warning", "unsafe", "note")
-    ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
-    lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
-    return [f"{proof.name}:", *lines] if lines else []
-
-
-def _verdicts(report: CheckReport) -> list[str]:
-    """One line for each claim."""
-    cheating = [case for case in report.cases if case.case not in (GOLD, IMAGE)]
-    tasks = len({case.task for case in report.cases})
-    cheated = sum(case.case != NOTHING for case in cheating)
-    lines = [
-        (all(case.ok for case in report.cases if case.case in (GOLD, IMAGE)), "every gold solution scores 1", plural(tasks, "task")),
-        (all(case.ok for case in cheating), "doing nothing and cheating score 0", f"{cheated:,} cheats on {plural(tasks, 'task')}"),
-        *((proof.ok, proof.name, proof.looked_at) for proof in report.proofs),
-    ]
-    unsafe = {proof.name for proof in report.proofs if any(finding.severity == "unsafe" for finding in proof.findings)}
-    marks = ["FAIL" if not ok else "UNSAFE" if name in unsafe else "ok" for ok, name, _ in lines]
-    return [f"{mark:<4}  {name:<52} {printable_text(looked_at)}" for mark, (_, name, looked_at) in zip(marks, lines, strict=True)]
-
-
-def _figures(proof: Proof) -> Table:
-    header, *rows = proof.table
-    table = Table(header[0], *header[1:], title=proof.name)
-    for row in rows:
-        table.add_row(*map(printable_text, row))
-    return table
-
-
-def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
-    """A table with one row for each cause: cases without a score share a row if their messages agree, cases with a wrong score if their
-    expected scores agree.
-    """
-    wrong = [case for case in cases if not case.ok]
-    title = f"{len({case.task for case in wrong})} of {len({case.task for case in cases})} tasks are wrong"
-    table = Table("tasks", "cases", "expected", "scored", "why", title=title)
-    causes: dict[tuple[float, str | None], list[CaseResult]] = {}
-    for case in wrong:
-        causes.setdefault((case.wanted, _cause(case) if case.value is None else None), []).append(case)
-    for (due, _), some in sorted(causes.items(), key=lambda item: -len(item[1])):
-        values = [case.value for case in some if case.value is not None]
-        scored = "-" if not values else f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
-        kinds = [f"{name} ({times})" if times > 1 else name for name, times in Counter(case.case for case in some).most_common()]
-        whys = list({_cause(case): case.detail for case in reversed(some)}.values())[::-1]
-        row = (join_examples(unique(case.task for case in some)), join_examples(kinds), f"{due:g}", scored, join_examples(whys))
-        table.add_row(*map(printable_text, row))
-    return table
-
-
-def _cause(case: CaseResult) -> str:
-    """The message of a case without the task's name and numbers, which differ between tasks."""
-    return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))
 
 
 def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
@@ -405,7 +262,7 @@ class _Prover:
         started = time.monotonic()
         wanted = 1.0 if case == GOLD else 0.0
         try:
-            episode, problem = await _retried(lambda: self._attempt(task, case))
+            episode, problem = await retry_sandbox_errors(lambda: self._attempt(task, case))
         except UserError as error:
             episode, problem = None, str(error)
         value: float | None = None
@@ -448,14 +305,3 @@ class _Prover:
             raise
         except (Exception, SystemExit) as error:  # user code must not end the check
             raise TaskError(f"task {task.id!r}: the family's gold() failed: {user_code.describe_error(error)}") from error
-
-
-async def _retried(act: Callable[[], Awaitable[T]]) -> T:
-    """Retries failures of the sandboxes; a persistent one ends the check."""
-    for attempt in range(RETRIES):
-        try:
-            return await act()
-        except SandboxError as error:
-            log.warning("retrying: %s", error)
-            await asyncio.sleep(0.2 * 2**attempt)
-    return await act()

@@ -6,15 +6,21 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from agentrl.base.scores import is_above
 from agentrl.check import malformed
 from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
+from agentrl.errors import SandboxError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RETRIES = 2
 NAME = "verifiers score anything, and twice alike"
 TASKS = 3
 """Number of tasks of each verifier that get malformed answers."""
@@ -63,16 +69,27 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
     )
 
 
+async def retry_sandbox_errors(act: Callable[[], Awaitable[T]]) -> T:
+    """Retries failures of the sandboxes; a persistent one ends the check."""
+    for attempt in range(RETRIES):
+        try:
+            return await act()
+        except SandboxError as error:
+            log.warning("retrying: %s", error)
+            await asyncio.sleep(0.2 * 2**attempt)
+    return await act()
+
+
 @contextlib.asynccontextmanager
 async def quiet_verifier_log() -> AsyncIterator[None]:
     """Suppresses the tracebacks of verifiers that raise, since the finding has the text."""
-    log = logging.getLogger("agentrl.reward")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    scoring_log = logging.getLogger("agentrl.reward")
+    before = scoring_log.level
+    scoring_log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(before)
+        scoring_log.setLevel(before)
 
 
 def _odd_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:

@@ -8,8 +8,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -121,10 +121,10 @@ class Endpoint:
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
             validate_url(self.url)
-        if found := next(secrets.literal_secret_errors(dict(self.options), "Endpoint.options"), ""):
-            raise UserError(found, fix="set Endpoint.key_env to the environment variable that holds the key")
-        for name, where in self.headers.items():
-            if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(where):
+        if error := next(secrets.literal_secret_errors(dict(self.options), "Endpoint.options"), ""):
+            raise UserError(error, fix="set Endpoint.key_env to the environment variable that holds the key")
+        for name, reference in self.headers.items():
+            if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(reference):
                 raise UserError(
                     f"Endpoint.headers: {printable(name, 80)!r} is not an additional header with a reference as its value",
                     fix='write it as {"api-key": "env:THEIR_KEY"} or with "file:/run/secrets/key"; use Endpoint.key_env for a bearer token',
@@ -140,15 +140,8 @@ class Endpoint:
     def identity(self) -> dict[str, Any]:
         """The settings that determine its answers: not the server's address, nor timeouts. Includes the weights of a server of this run."""
         weights = {"weights": self.url.weights} if isinstance(self.url, ServedUrl) else {}
-        return weights | {
-            "model": self.model,
-            "revision": self.revision,
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "options": dict(self.options),
-            "structured": self.structured,
-        }
+        names = ("model", "revision", "temperature", "max_tokens", "seed", "structured")
+        return weights | {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, schema: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None
@@ -163,67 +156,65 @@ class Endpoint:
             JudgeError: there was no answer within `patience_s`, or the server rejects such requests.
         """
         with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # servers of the run are monitored elsewhere
-            return await self._answer(messages, schema, more or {})
+            schema = None if self.structured == "never" or self._takes_no_schema else schema
+            until = self.clock.monotonic() + self.patience_s
+            return await self._answer(_PendingQuery(messages=messages, more=more or {}, schema=schema, until=until))
 
-    async def _answer(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Reply:
-        wire, began = self._wire(), self.clock.monotonic()
-        trying = _Trying(schema=None if self.structured == "never" or self._takes_no_schema else schema)
+    async def _answer(self, query: _PendingQuery) -> Reply:
+        wire = self._wire()
         while True:
-            left = self.patience_s - (self.clock.monotonic() - began)
+            left = query.until - self.clock.monotonic()
             pause = wire.resume_at - self.clock.monotonic()
             if left <= 0 or pause >= left:
-                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{trying.why and ': ' + trying.why}")
-            got = None
+                raise self._overdue(query)
+            reply = None
             if pause > 0:
                 await self.clock.sleep(pause)
             elif not wire.down:
-                got = await self._try(wire, trying, messages, more, left=left)
+                reply = await self._try(wire, query)
             elif await _acquired(wire.probe, left):
                 try:
-                    left = self.patience_s - (self.clock.monotonic() - began)
-                    if wire.down and left > 0 and wire.resume_at <= self.clock.monotonic():  # no other query has probed meanwhile
-                        got = await self._try(wire, trying, messages, more, left=left, probing=True)
+                    # no other query has probed meanwhile
+                    if wire.down and query.until > self.clock.monotonic() >= wire.resume_at:
+                        reply = await self._try(wire, query, probing=True)
                 finally:
                     wire.probe.release()
-            if got is not None:
-                return got
+            if reply is not None:
+                return reply
 
-    async def _try(
-        self,
-        wire: _Wire,
-        trying: _Trying,
-        messages: Sequence[Mapping[str, Any]],
-        more: Mapping[str, Any],
-        *,
-        left: float,
-        probing: bool = False,
-    ) -> Reply | None:
+    async def _try(self, wire: _Wire, query: _PendingQuery, *, probing: bool = False) -> Reply | None:
         """Sends one request. Returns None if it should be retried. Raises `JudgeError` as `ask`.
 
         Args:
             probing: the server is down, and this is the query that probes it.
         """
+        left = query.until - self.clock.monotonic()
         async with wire.slots:
             if wire.down and not probing:  # the server went down while this query waited for its slot
                 return None
-            trying.tries += 1
-            round_ = wire.refused
-            body = self._body(messages, trying.schema, more)
-            asked = self.clock.monotonic()
-            got = await self._once(wire, body, messages, trying.schema, limit_s=min(self.timeout_s, left))
-        if not isinstance(got, _Later):
-            self._live.answered(self.clock.monotonic() - asked)
-        if isinstance(got, _Later):
-            trying.why = got.why
-            self._pause(wire, trying.tries, got, first=round_ == wire.refused)
-            if (got.wait_s or 0.0) >= left:
-                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s: {got.why}")
+            query.tries += 1
+            rejections, started = wire.refused, self.clock.monotonic()
+            result = await self._send(wire, query, limit_s=min(self.timeout_s, left))
+        if isinstance(result, _Later) and not result.without_schema:
+            query.why = result.why
+            self._pause(wire, query.tries, result, first=rejections == wire.refused)
+            if (result.wait_s or 0.0) >= left:
+                raise self._overdue(query)
             return None
-        if isinstance(got, _NoSchema):
-            trying.schema, trying.refused = None, got.why
+        self._live.answered(self.clock.monotonic() - started)
+        if isinstance(result, _Later):
+            query.schema, query.refused = None, result.why
             return None
-        self._learn(wire, trying.refused)
-        return replace(got, tries=trying.tries)
+        if query.refused and not self._takes_no_schema:
+            self._takes_no_schema.append(query.refused)
+            log.warning("%s rejects JSON schemas (%s); its answers are parsed without one", self._where(), query.refused)
+        if wire.down:
+            wire.refused = 0
+            log.warning("%s answers again", self._where())
+        return replace(result, tries=query.tries)
+
+    def _overdue(self, query: _PendingQuery) -> JudgeError:
+        return JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{query.why and ': ' + query.why}")
 
     async def close(self) -> None:
         """Closes the connections of this event loop; the next query opens new ones."""
@@ -231,31 +222,22 @@ class Endpoint:
         if wire is not None:
             await wire.http.aclose()
 
-    def _learn(self, wire: _Wire, refused: str) -> None:
-        """Records what an answer shows: the server is back, or it answers only without a schema."""
-        if refused and not self._takes_no_schema:
-            self._takes_no_schema.append(refused)
-            log.warning("%s rejects JSON schemas (%s); its answers are parsed without one", self._where(), refused)
-        if wire.down:
-            wire.refused = 0
-            log.warning("%s answers again", self._where())
-
-    def _pause(self, wire: _Wire, tries: int, got: _Later, *, first: bool) -> None:
+    def _pause(self, wire: _Wire, tries: int, later: _Later, *, first: bool) -> None:
         """Delays all queries. `first`: whether this is the first rejection among the concurrent requests."""
-        fresh = not wire.down
+        was_down = wire.down
         wire.refused += first
-        seconds = backoff_s(tries, got.wait_s, refused=wire.refused if got.asked else 1)
+        seconds = backoff_s(tries, later.wait_s, refused=wire.refused if later.asked else 1)
         if seconds > self.patience_s:  # no query waits as long as the header requests
             seconds = min(PROBE_S, self.patience_s)
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
-        if fresh:
-            log.warning("%s: %s; next request in %.1f s", self._where(), got.why, seconds)
+        if not was_down:
+            log.warning("%s: %s; next request in %.1f s", self._where(), later.why, seconds)
 
     def _wire(self) -> _Wire:
         import httpx  # takes half a second, which loading a recipe avoids
 
         loop = asyncio.get_running_loop()
-        for other in [one for one in self._wires if one.is_closed()]:
+        for other in [known for known in self._wires if known.is_closed()]:
             del self._wires[other]
         if loop not in self._wires:
             limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency, keepalive_expiry=10.0)
@@ -265,69 +247,55 @@ class Endpoint:
             self._wires[loop] = _Wire(http=http, slots=asyncio.Semaphore(self.concurrency))
         return self._wires[loop]
 
-    async def _once(
-        self,
-        wire: _Wire,
-        body: Mapping[str, Any],
-        messages: Sequence[Mapping[str, Any]],
-        schema: Mapping[str, Any] | None,
-        *,
-        limit_s: float,
-    ) -> Reply | _Later | _NoSchema:
+    async def _send(self, wire: _Wire, query: _PendingQuery, *, limit_s: float) -> Reply | _Later:
         import httpx
 
-        key, further = self._key(), self._further_headers()
-        hidden = [value for value in (key, *further.values()) if value and (value == key or len(value) >= _SHORTEST_HIDDEN)]
+        key, more_headers = self._key(), self._additional_headers()
+        hidden = [value for value in (key, *more_headers.values()) if value and (value == key or len(value) >= _SHORTEST_HIDDEN)]
+        # No compression: a small answer could otherwise expand to gigabytes.
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {}), **more_headers}
+        body = self._body(query.messages, query.schema, query.more)
         try:
-            async with asyncio.timeout(limit_s), self._posted(wire, body, key, further) as response:
-                if response.status_code == 200:
-                    content = await _bounded(response, self.max_bytes)
-                    if (error := error_in(content)) is not None:
-                        said = printable(_without(key, error[1]), _EXCERPT)
-                        return self._refusal(error[0], response.headers, " ".join(said.split()), schema)
-                    for value in hidden:
-                        content = content.replace(value.encode(), secrets.HIDDEN.encode())
-                    return self._read(content, messages)
-                said = printable(_without(key, (await _bounded(response, 4 * _EXCERPT)).decode(errors="replace")), _EXCERPT)
-                return self._refusal(response.status_code, response.headers, " ".join(said.split()), schema)
+            async with asyncio.timeout(limit_s), wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
+                content = await _bounded(response, self.max_bytes if response.status_code == 200 else 4 * _EXCERPT)
+                error = error_in(content) if response.status_code == 200 else (response.status_code, content.decode(errors="replace"))
+                if error is not None:
+                    text = " ".join(printable(_without(key, error[1]), _EXCERPT).split())
+                    return self._refusal(error[0], response.headers, text, query.schema)
+                for value in hidden:
+                    content = content.replace(value.encode(), secrets.HIDDEN.encode())
+                return self._read(content, query.messages)
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
-        except ServerStarting as error:
-            return _Later(why=str(error), wait_s=_OWN_S, asked=False)
-        except (httpx.HTTPError, httpx.StreamError) as error:
-            return _Later(why=_without(key, describe_error(error)))
+        except ServerStarting as starting:
+            return _Later(why=str(starting), wait_s=_OWN_S, asked=False)
+        except (httpx.HTTPError, httpx.StreamError) as failure:
+            return _Later(why=_without(key, describe_error(failure)))
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
         """The answer in the body of a 200."""
         return parse_completion(content, self.max_bytes, messages)
 
-    def _refusal(self, status: int, headers: Mapping[str, str], said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
+    def _refusal(self, status: int, headers: Mapping[str, str], text: str, schema: Mapping[str, Any] | None) -> _Later:
         """How to handle a status other than 200. Raises `JudgeError` if a retry would not help."""
-        if status in TRANSIENT and not (status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto"):
-            return _Later(why=f"status {status}: {said}", wait_s=requested_wait_s(headers, now=self.clock.time()))
         if status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto":
-            return _NoSchema(why=f"status {status}: {said}")
+            return _Later(why=f"status {status}: {text}", without_schema=True)
+        if status in TRANSIENT:
+            return _Later(why=f"status {status}: {text}", wait_s=requested_wait_s(headers, now=self.clock.time()))
         if 300 <= status < 400:
             raise JudgeError(f"{self._where()} redirects (status {status}), but prompt and key are sent only to the recipe's URL")
         hint = f"; check the key in {self.key_env or 'Endpoint.key_env'}" if status in (401, 403) else ""
         kind = PromptRefusedError if status in _PROMPT_REFUSED else JudgeError
-        raise kind(f"{self._where()} rejects the request: status {status}: {said}{hint}")
+        raise kind(f"{self._where()} rejects the request: status {status}: {text}{hint}")
 
-    @asynccontextmanager
-    async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str, further: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
-        # No compression: a small answer could otherwise expand to gigabytes.
-        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {}), **further}
-        async with wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
-            yield response
-
-    def _further_headers(self) -> dict[str, str]:
+    def _additional_headers(self) -> dict[str, str]:
         try:
-            read = {name: secrets.read_secret(where).strip() for name, where in self.headers.items()}
+            values = {name: secrets.read_secret(reference).strip() for name, reference in self.headers.items()}
         except UserError as error:
             raise JudgeError(f"a header for {self._where()}: {error.message}") from None
-        if wrong := next((name for name, value in read.items() if not value.isascii() or not value.isprintable()), ""):
+        if wrong := next((name for name, value in values.items() if not value.isascii() or not value.isprintable()), ""):
             raise JudgeError(f"the header {wrong} for {self._where()} has a value with characters that are invalid in a header")
-        return read
+        return values
 
     def _address(self) -> str:
         return f"{self._base()}/chat/completions"
@@ -368,18 +336,17 @@ class _Later:
     why: str
     wait_s: float | None = None
     asked: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NoSchema:
-    why: str
+    without_schema: bool = False  # the server rejects the schema: retry at once without it
 
 
 @dataclass(slots=True, kw_only=True)
-class _Trying:
-    """The state of one query's requests."""
+class _PendingQuery:
+    """One query, and the state of its requests."""
 
+    messages: Sequence[Mapping[str, Any]]
+    more: Mapping[str, Any]
     schema: Mapping[str, Any] | None
+    until: float  # deadline, in the clock's monotonic time
     tries: int = 0
     why: str = ""  # why the last request failed
     refused: str = ""  # why the server rejected the schema

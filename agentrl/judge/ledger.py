@@ -6,7 +6,6 @@ Usage is counted per judge, and a judge's budget limits it.
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 from agentrl.base.database import connect, enter_wal, make_tables, query_deadline
 from agentrl.errors import JudgeError, StoreError, UserError
-from agentrl.judge.endpoint import Reply
 
 FILE = "judges.sqlite"
 """File name in a run folder."""
@@ -47,10 +45,10 @@ class Budget:
     money: float | None = None  # in the currency of `Endpoint.prices`
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
             if value is not None and not value > 0:
-                raise UserError(f"Budget.{one.name} must be positive, got {value}", fix="remove it for no limit")
+                raise UserError(f"Budget.{limit.name} must be positive, got {value}", fix="remove it for no limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +75,11 @@ class JudgeUsage:
 
     def plus(self, other: JudgeUsage) -> JudgeUsage:
         """The sum of both."""
-        return JudgeUsage(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return JudgeUsage(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
 
     def minus(self, before: JudgeUsage) -> JudgeUsage:
         """The difference since `before`."""
-        return JudgeUsage(**{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(self)})
+        return JudgeUsage(**{name: getattr(self, name) - getattr(before, name) for name in _NAMES})
 
     def summary(self) -> str:
         """A one-line summary for people."""
@@ -91,7 +89,7 @@ class JudgeUsage:
         return f"{self.calls} judge queries, {self.cached} cached, {tokens:,} tokens{money}{f'; {lost}' if lost else ''}"
 
 
-_NAMES = tuple(one.name for one in fields(JudgeUsage))
+_NAMES = tuple(figure.name for figure in fields(JudgeUsage))
 
 
 def usage_in(folder: Path) -> JudgeUsage | None:
@@ -103,16 +101,16 @@ def usage_in(folder: Path) -> JudgeUsage | None:
         return None
     ledger = JudgeLedger(folder / FILE)
     try:
-        found = ledger.total()
+        usage = ledger.total()
     finally:
         ledger.close()
-    return found if found.calls or found.cached else None
+    return usage if usage.calls or usage.cached else None
 
 
 class JudgeLedger:
-    """A cache with usage counters, opened at the first use. A `path` of None keeps them in memory.
+    """A cache with usage counters, opened at the first use; thread-safe. A `path` of None keeps them in memory.
 
-    Methods raise `StoreError` if the file cannot be used.
+    Methods block, and raise `StoreError` if the file cannot be used.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -120,53 +118,47 @@ class JudgeLedger:
         self._lock = threading.Lock()
         self._open: sqlite3.Connection | None = None
 
-    async def reserve(self, judge: str, budget: Budget) -> None:
+    def reserve(self, judge: str, budget: Budget) -> None:
         """Counts a query that is about to be sent. Raises `JudgeError` if the budget of `judge` is exhausted."""
-        await asyncio.to_thread(self._begin, judge, budget)
+        limits = {"calls": budget.calls, "prompt_tokens + completion_tokens": budget.tokens, "money": budget.money}
+        limits = {figure: limit for figure, limit in limits.items() if limit is not None}
+        self.count(judge)
+        where = "".join(f" AND {figure} < ?" for figure in limits)
+        if self._do(f"UPDATE spent SET calls = calls + 1 WHERE judge = ?{where} RETURNING calls", (judge, *limits.values())) is None:
+            texts = ", ".join(f"{limit.name} {value:g}" for limit in fields(budget) if (value := getattr(budget, limit.name)) is not None)
+            raise JudgeError(f"the judge's budget is exhausted ({texts}); raise it and resume the run")
 
-    async def record(self, judge: str, reply: Reply | None, *, money: float = 0.0, unreadable: bool = False) -> None:
-        """Counts the result of a query; None means that it failed."""
-        if reply is None:
-            return await self.count(judge, failed=1)
-        await self.count(
-            judge,
-            answered=1,
-            unreadable=int(unreadable),
-            repeated=reply.tries - 1,
-            estimated=int(not reply.counted),
-            prompt_tokens=reply.prompt_tokens,
-            completion_tokens=reply.completion_tokens,
-            money=money,
-        )
-
-    async def count(self, judge: str, **more: float) -> None:
+    def count(self, judge: str, **figures: float) -> None:
         """Adds to the counters of a judge."""
-        await asyncio.to_thread(self._add, judge, more)
+        columns, marks = ", ".join(("judge", *figures)), ", ".join("?" * (1 + len(figures)))
+        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in figures)
+        then = f"DO UPDATE SET {sums}" if sums else "DO NOTHING"
+        self._do(f"INSERT INTO spent ({columns}) VALUES ({marks}) ON CONFLICT (judge) {then}", (judge, *figures.values()))
 
-    async def cached_answer(self, key: str) -> str | None:
+    def cached_answer(self, key: str) -> str | None:
         """The answer stored under a key; None if there is none."""
-        return await asyncio.to_thread(self._find, key)
+        row = self._do("SELECT text FROM answers WHERE key = ?", (key,))
+        return str(row[0]) if row else None
 
-    async def cache_answer(self, key: str, text: str) -> None:
+    def cache_answer(self, key: str, text: str) -> None:
         """Stores an answer; the first one of a key stays."""
-        await asyncio.to_thread(self._do, "INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
+        self._do("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
 
     def spent(self, judge: str) -> JudgeUsage:
         """Usage of one judge."""
-        row = self._do(f"SELECT {', '.join(_NAMES)} FROM spent WHERE judge = ?", (judge,))
-        return JudgeUsage(**self._figures(row or (0,) * len(_NAMES)))
+        return self._usage(self._do(f"SELECT {', '.join(_NAMES)} FROM spent WHERE judge = ?", (judge,)))
 
     def total(self) -> JudgeUsage:
         """Usage of all judges together."""
-        row = self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ())
-        return JudgeUsage(**self._figures([0 if value is None else value for value in row or (0,) * len(_NAMES)]))
+        return self._usage(self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ()))
 
-    def _figures(self, row: Sequence[object]) -> dict[str, Any]:
-        """Figures by name. Raises `StoreError` for values of other types, because SQLite stores any type."""
-        for name, value in zip(_NAMES, row, strict=True):
+    def _usage(self, row: Sequence[object] | None) -> JudgeUsage:
+        """Raises `StoreError` for values of other types, because SQLite stores any type."""
+        figures: dict[str, Any] = {name: value or 0 for name, value in zip(_NAMES, row or [0] * len(_NAMES), strict=True)}
+        for name, value in figures.items():
             if not isinstance(value, int) and not (name == "money" and isinstance(value, float)):
                 raise StoreError(f"the judges' ledger {self.path} is damaged: {name} has a value of type {type(value).__name__}")
-        return dict(zip(_NAMES, row, strict=True))
+        return JudgeUsage(**figures)
 
     def close(self) -> None:
         """Closes the database."""
@@ -174,25 +166,6 @@ class JudgeLedger:
             if self._open is not None:
                 self._open.close()
                 self._open = None
-
-    def _begin(self, judge: str, budget: Budget) -> None:
-        bounds = {"calls": budget.calls, "prompt_tokens + completion_tokens": budget.tokens, "money": budget.money}
-        held = {what: most for what, most in bounds.items() if most is not None}
-        self._add(judge, {})
-        where = "".join(f" AND {what} < ?" for what in held)
-        if self._do(f"UPDATE spent SET calls = calls + 1 WHERE judge = ?{where} RETURNING calls", (judge, *held.values())) is None:
-            told = ", ".join(f"{one.name} {value:g}" for one in fields(budget) if (value := getattr(budget, one.name)) is not None)
-            raise JudgeError(f"the judge's budget is exhausted ({told}); raise it and resume the run")
-
-    def _add(self, judge: str, more: dict[str, float]) -> None:
-        columns, marks = ", ".join(("judge", *more)), ", ".join("?" * (1 + len(more)))
-        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in more)
-        then = f"DO UPDATE SET {sums}" if sums else "DO NOTHING"
-        self._do(f"INSERT INTO spent ({columns}) VALUES ({marks}) ON CONFLICT (judge) {then}", (judge, *more.values()))
-
-    def _find(self, key: str) -> str | None:
-        row = self._do("SELECT text FROM answers WHERE key = ?", (key,))
-        return str(row[0]) if row else None
 
     def _do(self, statement: str, values: tuple[object, ...]) -> tuple[object, ...] | None:
         """Executes one statement in its own transaction and returns its first row."""

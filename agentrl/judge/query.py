@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.errors import JudgeError, PromptRefusedError
 from agentrl.judge.endpoint import Endpoint, Reply
@@ -28,31 +29,9 @@ MAX_KEPT = 4000
 """Maximum length of a stored answer that could not be parsed, in characters."""
 
 
-class Query(Protocol):
-    """A query to a judge model: a `ChatQuery`, or the input of another kind of model."""
-
-    @property
-    def data(self) -> Mapping[str, str]:
-        """The untrusted texts, by name."""
-        ...
-
-    @property
-    def schema(self) -> Mapping[str, Any]:
-        """JSON schema of the verdict."""
-        ...
-
-    def messages(self, nonce: str) -> list[dict[str, Any]]:
-        """The chat messages of the query."""
-        ...
-
-    def shorter(self) -> Query | None:
-        """The query with less data, for a model that rejects the full prompt; None if a shorter query would mean something else."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatQuery:
-    """A query in text form: `ChatQuery(instructions="...", data={"answer": episode.answer}, schema=...)`."""
+    """A query to a chat model: `ChatQuery(instructions="...", data={"answer": episode.answer}, schema=...)`."""
 
     instructions: str  # trusted
     data: Mapping[str, str]  # untrusted texts, by the names that the instructions use
@@ -87,6 +66,7 @@ class JudgeAnswer:
     reason: str = ""
     text: str = ""
     unavailable: bool = False  # no answer: an infrastructure fault, or an exhausted budget
+    abstained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,61 +78,61 @@ class JudgeClient:
     budget: Budget = field(default_factory=Budget)
     judge: str  # the judge's identity, under which the ledger counts
 
-    async def ask(self, question: Query, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
+    async def ask(self, query: ChatQuery, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
         """Returns the verdict that `read` parses from the answer. Never raises for failures of the server or the model.
 
         Args:
             read: raises `Unreadable` or `Abstained`.
             draw: distinguishes intentionally repeated queries, which the cache would answer otherwise.
         """
-        key = self._key(question, draw)
-        if (kept := await self.ledger.cached_answer(key)) is not None:
-            heard = parse_answer(Reply(text=kept), read)
-            await self.ledger.count(self.judge, cached=1, abstained=int(_abstained(heard)))
-            return heard
-        reply = None
+        key = self._key(query, draw)
+        if (text := await asyncio.to_thread(self.ledger.cached_answer, key)) is not None:
+            answer = parse_answer(Reply(text=text), read)
+            await self._count(cached=1, abstained=int(answer.abstained))
+            return answer
         try:
-            await self.ledger.reserve(self.judge, self.budget)
+            await asyncio.to_thread(self.ledger.reserve, self.judge, self.budget)
         except JudgeError as error:
             return JudgeAnswer(reason=str(error), unavailable=True)
         try:
-            reply = await self._answer(question)
+            reply = await self._send(query)
         except JudgeError as error:
-            await self.ledger.record(self.judge, None)
+            await self._count(failed=1)
             return JudgeAnswer(reason=str(error), unavailable=True)
-        heard = parse_answer(reply, read)
-        money = self.endpoint.prices.of(reply.prompt_tokens, reply.completion_tokens)
-        readable = heard.verdict is not None or _abstained(heard)
-        await self.ledger.record(self.judge, reply, money=money, unreadable=not readable)
-        if readable:
-            await self.ledger.cache_answer(key, reply.text)
-        if _abstained(heard):
-            await self.ledger.count(self.judge, abstained=1)
-        return heard
-
-    async def _answer(self, question: Query) -> Reply:
-        """The endpoint's answer. A rejected prompt is shortened, because the judged agent chooses the length and the characters of its
-        text.
-        """
-        for _ in range(TIMES_SHORTER):
-            try:
-                return await self.endpoint.ask(question.messages(new_nonce(question.data)), schema=question.schema)
-            except PromptRefusedError:
-                if (shorter := question.shorter()) is None:
-                    raise
-                question = shorter
-        return await self.endpoint.ask(question.messages(new_nonce(question.data)), schema=question.schema)
-
-    def _key(self, question: Query, draw: int) -> str:
-        """Cache key: hash of model, parameters and the full prompt with a placeholder for the nonce."""
-        return digest(
-            {
-                "endpoint": self.endpoint.identity(),
-                "messages": question.messages(NONCE_PLACEHOLDER),
-                "schema": question.schema,
-                "draw": draw,
-            }
+        answer = parse_answer(reply, read)
+        readable = answer.verdict is not None or answer.abstained
+        await self._count(
+            answered=1,
+            unreadable=int(not readable),
+            abstained=int(answer.abstained),
+            repeated=reply.tries - 1,
+            estimated=int(not reply.counted),
+            prompt_tokens=reply.prompt_tokens,
+            completion_tokens=reply.completion_tokens,
+            money=self.endpoint.prices.of(reply.prompt_tokens, reply.completion_tokens),
         )
+        if readable:
+            await asyncio.to_thread(self.ledger.cache_answer, key, reply.text)
+        return answer
+
+    async def _count(self, **figures: float) -> None:
+        await asyncio.to_thread(self.ledger.count, self.judge, **figures)
+
+    async def _send(self, query: ChatQuery) -> Reply:
+        """The endpoint's answer. A rejected prompt is shortened, because the judged agent chooses the length of its text."""
+        for attempt in range(TIMES_SHORTER + 1):
+            try:
+                return await self.endpoint.ask(query.messages(new_nonce(query.data)), schema=query.schema)
+            except PromptRefusedError:
+                if attempt == TIMES_SHORTER or (shorter := query.shorter()) is None:
+                    raise
+                query = shorter
+        raise AssertionError("unreachable")
+
+    def _key(self, query: ChatQuery, draw: int) -> str:
+        """Cache key: hash of model, parameters and the full prompt with a placeholder for the nonce."""
+        messages = query.messages(NONCE_PLACEHOLDER)
+        return digest({"endpoint": self.endpoint.identity(), "messages": messages, "schema": query.schema, "draw": draw})
 
 
 def digest(value: Any) -> str:
@@ -160,20 +140,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
 
 
-ABSTAINED = "the judge abstains"
-
-
 def parse_answer(reply: Reply, read: Callable[[dict[str, Any]], T]) -> JudgeAnswer:
     """The verdict that `read` parses from a reply, or the reason for a missing verdict."""
+    text = reply.text[:MAX_KEPT]
     if reply.problem:
-        return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=reply.text[:MAX_KEPT])
+        return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=text)
     try:
-        return JudgeAnswer(verdict=read(json_object(reply.text, thought_apart=reply.separate_reasoning)), text=reply.text[:MAX_KEPT])
+        return JudgeAnswer(verdict=read(json_object(reply.text, thought_apart=reply.separate_reasoning)), text=text)
     except Abstained:
-        return JudgeAnswer(reason=ABSTAINED, text=reply.text[:MAX_KEPT])
+        return JudgeAnswer(reason="the judge abstains", text=text, abstained=True)
     except Unreadable as error:
-        return JudgeAnswer(reason=f"unreadable verdict: it {error}", text=reply.text[:MAX_KEPT])
-
-
-def _abstained(heard: JudgeAnswer) -> bool:
-    return heard.reason == ABSTAINED
+        return JudgeAnswer(reason=f"unreadable verdict: it {error}", text=text)

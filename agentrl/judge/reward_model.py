@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Literal
 
 from agentrl.errors import UserError
 from agentrl.judge.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, token_usage
-from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.non_answers import non_answer_reason
-from agentrl.judge.rendering import reference_text, user_text
+from agentrl.judge.model import ModelJudge
+from agentrl.judge.query import ChatQuery
 from agentrl.judge.reward_record import RewardRecord, episode_tokens, load_record, reward_model_text
 from agentrl.judge.servers import ServedUrl
 from agentrl.judge.verdict import Unreadable
@@ -80,30 +79,29 @@ def parse_classification(content: bytes, most: int, *, asked: int) -> Reply:
     return Reply(text=json.dumps({"number": float(number)}), **cost)
 
 
-def parse_reward(said: Mapping[str, Any]) -> float:
+def parse_reward(fields: Mapping[str, Any]) -> float:
     """The number of a reply. Raises `Unreadable`."""
-    number = said.get("number")
+    number = fields.get("number")
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        raise Unreadable("gives no number")
+        raise Unreadable("has no number")
     return float(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shown:
-    """The model's input: a text, or token ids."""
+class _RewardQuery(ChatQuery):
+    """The model's input without instructions: a text, or token ids."""
 
-    what: str | list[int]
+    instructions: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
     schema: Mapping[str, Any] = field(default_factory=dict)
+    content: str | list[int]
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
-        """The input as one message."""
-        del nonce  # without instructions, data needs no delimiters
-        return [{"role": "user", "content": self.what}]
+        """The input as one message. Without instructions, data needs no delimiters."""
+        return [{"role": "user", "content": self.content}]
 
     def shorter(self) -> None:
         """None, because the number must be for the full answer."""
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,39 +123,36 @@ class RewardModel(ModelJudge):
         ModelJudge.__post_init__(self)
         ours = isinstance(self.endpoint.url, ServedUrl)
         if ours == (self.folder is not None):
-            fix = "leave folder out: the recipe names it" if ours else 'folder="models/reward", where agentrl tune reward has written it'
-            raise UserError(f"RewardModel {self.name}: {'folder is given twice' if ours else 'which model is it?'}", fix=fix)
+            fix = "remove folder: the recipe sets it" if ours else 'set folder="models/reward", which agentrl tune reward has written'
+            raise UserError(f"RewardModel {self.name}: {'folder is set twice' if ours else 'folder is missing'}", fix=fix)
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """See `ModelJudge.prepare`. Also raises `UserError` if the model has no valid record."""
         url = self.endpoint.url
         if isinstance(url, ServedUrl):
-            found = load_record(url.server(reward_model=True).folder)
+            model_folder = url.server(reward_model=True).folder
         else:
             assert self.folder is not None, "checked in __post_init__"
-            found = load_record(root / self.folder)
-        self._record[:] = [found]
+            model_folder = root / self.folder
+        self._record[:] = [load_record(model_folder)]
         ModelJudge.prepare(self, root=root, folder=folder)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the episode."""
-        asker = self._asker()
+        client = self._client()
         record = self._record[0]
-        if self.needs_answer and (
-            why := non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
-        ):
-            return Score(value=0.0, evidence=f"{self.name}: {why}")
-        what = (
-            reward_model_text(record.shows, task, episode, reference=self.reference)
-            if record.shows
-            else episode_tokens(episode)[-record.max_tokens :]
-        )
-        if not what:
+        if self.needs_answer and (reason := self._non_answer(task, episode)):
+            return Score(value=0.0, evidence=f"{self.name}: {reason}")
+        if record.shows:
+            content: str | list[int] = reward_model_text(record.shows, task, episode, reference=self.reference)
+        else:
+            content = episode_tokens(episode)[-record.max_tokens :]
+        if not content:
             return Score(value=None, reason=f"{self.name}: this reward model reads the tokens of one trajectory, but the episode has none")
-        heard = await asker.ask(_Shown(what=what), parse_reward)
-        if heard.verdict is None:
-            return unscored(self.name, heard)
-        return Score(value=record.value(heard.verdict), parts={"number": heard.verdict}, evidence=f"{self.name}: {heard.verdict:g}")
+        answer = await client.ask(_RewardQuery(content=content), parse_reward)
+        if answer.verdict is None:
+            return self._unscored(answer)
+        return Score(value=record.value(answer.verdict), parts={"number": answer.verdict}, evidence=f"{self.name}: {answer.verdict:g}")
 
     def _asks(self) -> dict[str, Any]:
         record = asdict(self._record[0]) if self._record else {}

@@ -8,10 +8,9 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.judge import verdict
-from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.model import ModelJudge
 from agentrl.judge.query import ChatQuery
-from agentrl.judge.rendering import PromptField, reference_text, render_field, user_text
+from agentrl.judge.rendering import PromptField, render_field
 from agentrl.records import Episode, Score, Task
 
 
@@ -40,7 +39,7 @@ class Form:
     shows: tuple[PromptField, ...] = ("question", "answer")  # in this order; includes "answer", "transcript" or "outputs"
 
     def __post_init__(self) -> None:
-        names = [one.name for one in self.criteria]
+        names = [criterion.name for criterion in self.criteria]
         if not names or len(set(names)) != len(names):
             raise UserError("a form needs criteria with different names", fix="write criteria=(Criterion(name=..., asks=...),)")
         if not {"answer", "transcript", "outputs"} & set(self.shows):
@@ -73,20 +72,21 @@ class Judge(ModelJudge):
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the episode."""
-        asker = self._asker()
-        if why := self._hollow(task, episode):
-            return Score(value=0.0, parts=dict.fromkeys((one.name for one in self.form.criteria), 0.0), evidence=f"{self.name}: {why}")
-        wanted = {one.name: (0, one.high) for one in self.form.criteria}
+        client = self._client()
+        if self.needs_answer and (reason := self._non_answer(task, episode)):
+            parts = {criterion.name: 0.0 for criterion in self.form.criteria}
+            return Score(value=0.0, parts=parts, evidence=f"{self.name}: {reason}")
+        ranges = {criterion.name: (0, criterion.high) for criterion in self.form.criteria}
 
-        def read(said: dict[str, Any]) -> tuple[dict[str, int], str]:
-            return verdict.numbers(said, wanted), verdict.reasoning(said)
+        def read(fields: dict[str, Any]) -> tuple[dict[str, int], str]:
+            return verdict.numbers(fields, ranges), verdict.reasoning(fields)
 
-        heard = await asker.ask(self.question(task, episode), read)
-        if heard.verdict is None:
-            return unscored(self.name, heard)
-        numbers, reasons = heard.verdict
-        parts = {one.name: numbers[one.name] / one.high for one in self.form.criteria}
-        weights = {one.name: one.weight for one in self.form.criteria}
+        answer = await client.ask(self.question(task, episode), read)
+        if answer.verdict is None:
+            return self._unscored(answer)
+        numbers, reasons = answer.verdict
+        parts = {criterion.name: numbers[criterion.name] / criterion.high for criterion in self.form.criteria}
+        weights = {criterion.name: criterion.weight for criterion in self.form.criteria}
         value = math.fsum(weights[name] * part for name, part in parts.items()) / math.fsum(weights.values())
         return Score(value=value, parts=parts, evidence=f"{self.name}: {reasons}")
 
@@ -94,11 +94,6 @@ class Judge(ModelJudge):
         """The query about an episode."""
         data: dict[str, str] = {what: render_field(what, task, episode, reference=self.reference) for what in self.form.shows}
         return ChatQuery(instructions=self.form.text, data=data, schema=self.form.schema)
-
-    def _hollow(self, task: Task, episode: Episode) -> str:
-        if not self.needs_answer:
-            return ""
-        return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
 
     def _asks(self) -> dict[str, Any]:
         return {"form": asdict(self.form), "reference": self.reference, "needs_answer": self.needs_answer}

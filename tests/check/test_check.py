@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.check import cheats
-from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _Prover, _retried, _wrong_cases, check_family, render
+from agentrl.check.check import _Prover, check_family
 from agentrl.check.family_source import FamilySource
 from agentrl.check.findings import Finding, Proof
+from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _wrong_cases, render
+from agentrl.check.verifiers import retry_sandbox_errors
 from agentrl.cli import app
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.errors import SandboxError
@@ -177,10 +179,10 @@ async def test_sandbox_fault_is_retried_and_ends_the_check_if_persistent() -> No
             raise SandboxError("busy")
         return calls
 
-    assert await _retried(act) == 3
+    assert await retry_sandbox_errors(act) == 3
     calls = -9
     with pytest.raises(SandboxError):
-        await _retried(act)
+        await retry_sandbox_errors(act)
 
 
 async def test_family_that_exits_in_gold_fails_its_case() -> None:

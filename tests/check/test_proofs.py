@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from agentrl.agent.run_tools import declared_tools, pin_tools
+from agentrl.check.access import image_files
 from agentrl.check.family_source import FamilySource, split_sizes
 from agentrl.check.findings import Proof
-from agentrl.check.image_files import image_files
 from agentrl.check.purity import prove_purity
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools

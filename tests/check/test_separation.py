@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.check.check import CheckReport, render
-from agentrl.check.separation import SHARED_SANDBOX_RISKS, prove_separation
+from agentrl.check.access import SHARED_SANDBOX_RISKS, prove_separation
+from agentrl.check.report import CheckReport, render
 from agentrl.records import Split
 from agentrl.task import TaskFolders
 from tests.judging import task

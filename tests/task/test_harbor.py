@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from agentrl.check import cheats
-from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
+from agentrl.check.access import image_files
+from agentrl.check.check import check_family
 from agentrl.check.family_source import FamilySource
-from agentrl.check.image_files import image_files
+from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task
 from agentrl.reward import TaskScorer
