@@ -1,8 +1,8 @@
-r"""Decides whether two expressions have the same value, and whether the answer is in evaluated form.
+"""Decides whether two expressions have the same value, and whether the answer is in evaluated form.
 
-Equal means equal at random points to 40 digits, relative to the value, or within the tolerance if either is written with decimals. The
-points come from a hash of both expressions, so that no answer can be built to be equal only there. Evaluation may take very long, so it
-runs in a process with a deadline (`rewards.mathematics`).
+Values are equal if they agree at random points to 40 digits, relative to the value, or within the tolerance if either is written with
+decimals. The points come from a hash of both expressions, so no answer can be constructed to be equal only there. Evaluation may take
+very long, so it runs in a subprocess with a deadline (`rewards.mathematics`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rewards.notation import is_assignment
 from rewards.scalars import Node, symbols
 from rewards.units import unit
 
-DIGITS = 50  # that constants are computed to
+DIGITS = 50  # precision of constants
 POINTS = 6
-MOST_ELEMENTS = 30  # of an unordered list or set
+MOST_ELEMENTS = 30  # maximum size of an unordered list or set
 _EXACT = sympy.Float(10) ** -40
 _FUNCTIONS = {"arsinh": sympy.asinh, "arcosh": sympy.acosh, "artanh": sympy.atanh, "ln": sympy.log} | {
     name: getattr(sympy, name.replace("arc", "a"))
@@ -60,9 +60,9 @@ class Comparison:
         if (wanted is None) is not (given is None) and names_percent(self._prompt):  # 18 and 18%
             if self._same_scalar(wanted or truth, given or answer):
                 return True
-            if wanted is None and abs(literal(truth) or 0) > 1:  # 18 is no share, so 18% is right and 1800% is not
+            if wanted is None and abs(literal(truth) or 0) > 1:  # 18 is not a fraction, so 18% is right and 1800% is not
                 return False
-        if truth.kind == "unit":  # a unit may be left out, and none may be added but one that the question names
+        if truth.kind == "unit":  # a unit may be omitted; only a unit that the question names may be added
             return self.same(truth.parts[0], answer)
         if truth.kind == answer.kind == "relation" and truth.value != "=" and symbols(truth) != symbols(answer):
             return False
@@ -170,7 +170,7 @@ class Comparison:
         return all(abs(sympy.N(first - second, DIGITS)) <= relative * abs(first) for first, second in known)
 
     def _close(self, wanted: Any, given: Any) -> bool:
-        """Whether two numbers agree to `decimals` places, or to as many digits of a number below 0.1. 0 is close to nothing else."""
+        """Whether two numbers agree to `decimals` places, or to that many significant digits below 0.1. 0 is close to nothing else."""
         size = abs(sympy.N(wanted, DIGITS))
         if not size or not given:
             return bool(wanted == given)
@@ -289,7 +289,7 @@ def _same_unit(one: Fraction | str, other: Fraction | str) -> bool:
 
 
 def literal(node: Node) -> Fraction | None:
-    """The number that is written, with at most a sign, a fraction line, a power of ten or a percent sign; None if it is not evaluated."""
+    """The number as written, with at most a sign, a fraction line, a power of ten or a percent sign; None if it is not evaluated."""
     if node.kind == "neg":
         return None if (inner := literal(node.parts[0])) is None or node.parts[0].kind == "neg" else -inner
     if node.kind in ("number", "decimal", "mixed"):
@@ -424,7 +424,7 @@ def _root(under: Any, degree: Any) -> Any:
 
 
 def _at_points(one: Any, other: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
-    """Both values at random points, the first of them below 0 and the second above it; None where there is no finite value."""
+    """Both values at random points, the first negative and the second positive; None for values that are not finite."""
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     random = Random(hashlib.blake2b(repr((truth, answer)).encode()).digest())
     for number in range(POINTS if names else 1):
@@ -494,7 +494,7 @@ def _common_factor(above: Any, below: Any) -> bool:
     """Whether numerator and denominator have a common factor that is not a number."""
     try:
         return not sympy.gcd(above, below).is_number
-    except sympy.PolynomialError:  # such as of functions that it does not know
+    except sympy.PolynomialError:  # such as for unknown functions
         return False
 
 

@@ -1,8 +1,8 @@
 """Compares two tables as bags: whether their rows can be paired one to one so that the rows of each pair are near each other.
 
-Equal rows are paired first. The others are split by the cells that are no numbers, then at the gaps between the numbers of a column that
-are wider than the tolerance. The few rows that are left together are paired in order, or else by augmenting paths. Time is that of sorting,
-for any number of rows, unless many rows of the truth are near each other in several columns and yet differ: `crowded` finds such a truth.
+Equal rows are paired first. The others are split by their non-numeric cells, then at gaps between the numbers of a column that are wider
+than the tolerance. The few remaining rows are paired in order, or else by augmenting paths. Time is that of sorting for any number of
+rows, unless many different rows of the truth are near each other in several columns: `crowded` detects such a truth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 MAX_CROWD = 128
-"""Rows near each other that are paired by augmenting paths."""
+"""Maximum number of rows near each other that are paired by augmenting paths."""
 
 Row = tuple[Any, ...]
 
@@ -27,7 +27,7 @@ class Cells(NamedTuple):
     number: Callable[[Any], float | None]
     """A cell as a finite float if it is compared as a number, else None."""
     relative: float
-    """No cells further apart than this, relative to the larger, are near. Less than 1."""
+    """Cells that differ by more than this, relative to the larger, are not near. Less than 1."""
 
 
 class _Item(NamedTuple):
@@ -55,8 +55,8 @@ def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
 def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
     """Whether a truth has more than `MAX_CROWD` rows near each other that `same_bag` cannot pair in order.
 
-    Rows of a right answer join rows of the truth that are up to three tolerances apart, so they are looked for within four. If this is
-    False, an answer of which more rows lie together is wrong.
+    Rows of a right answer can connect rows of the truth that are up to three tolerances apart, so this checks within four. If it is
+    False, an answer with more rows near each other is wrong.
     """
     wide = min(4 * cells.relative, 0.999)
     return any(
@@ -79,7 +79,9 @@ def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict
 
 
 def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Parts of both sides such that rows of different parts are not near each other; `pairs`: parts that cannot be paired stay whole."""
+    """Parts of both sides such that rows of different parts are not near each other. With `pairs`, parts of different sizes are not split
+    further.
+    """
     pending = [(some, true, 0, 0)]
     while pending:
         some, true, column, unsplit = pending.pop()
@@ -107,7 +109,7 @@ def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) ->
 
 
 def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
-    """Whether both sides have equally many rows, and all can be paired."""
+    """Whether both sides have the same number of rows, and all can be paired."""
     columns = len(some[0].numbers)
     for column in range(max(columns, 1)):
         ours, theirs = ([item.row for item in sorted(side, key=partial(_from, column))] for side in (some, true))
@@ -131,7 +133,7 @@ def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
 
 
 def _tight(some: Sequence[_Item], relative: float) -> bool:
-    """Whether all rows are so near each other that any pairing is as good as another."""
+    """Whether all rows are so near each other that any pairing is equivalent."""
     columns = list(zip(*(item.numbers for item in some), strict=True))
     return all(_close(min(column), max(column), relative) for column in columns)
 

@@ -1,4 +1,4 @@
-"""Exact text: the answer is the truth, or one of several, after white space at both ends is gone.
+"""Exact text: the answer must equal the truth, or one of several truths, after stripping.
 
 rewards.exact:exact                                  with task.data = {"answer": "north"}; or ["north", "the north"]
 name = Exact(case=False, after="Answer:")            in rewards/mine.py, referenced as rewards.mine:name
@@ -17,27 +17,28 @@ from agentrl.reward.configured import EVIDENCE_CHARS, MAX_ANSWER_CHARS, Configur
 
 
 class Exact(ConfiguredVerifier):
-    """1 when the answer equals a truth, else 0. Unicode is compared in its composed form (NFC). Settings in `task.data["exact"]`."""
+    """1 if the answer equals a truth, else 0. Unicode is compared in its composed form (NFC). Settings in `task.data["exact"]`."""
 
     name: ClassVar[str] = "exact"
 
     case: bool = True
-    """Whether capitals differ from small letters."""
+    """Whether the comparison is case-sensitive."""
     spaces: bool = True
     """Whether runs of white space within the text differ from one space."""
     after: str = ""
-    """The answer is what follows the last occurrence of this. Empty: all that was submitted."""
+    """The answer is the text after the last occurrence of this. Empty: the full submission."""
     longest: int = Field(MAX_ANSWER_CHARS, gt=0)
-    """Characters; a longer answer is wrong."""
+    """Maximum length in characters; a longer answer is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the answer."""
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         truths = truth if isinstance(truth, list) else [truth]
         if not truths or not all(isinstance(one, str | int | float) and rules._plain(str(one)) for one in truths):
-            raise TaskError(f"task {task.id}: the truth of an exact answer is text that is not empty, or a list of such")
+            raise TaskError(f"task {task.id}: the truth of an exact answer must be a non-empty text, or a list of such texts")
         if (least := min(len(rules._plain(str(one))) for one in truths)) > rules.longest:
-            raise TaskError(f"task {task.id}: its shortest truth has {least} characters, but an answer may have at most {rules.longest}")
+            raise TaskError(f"task {task.id}: its shortest truth has {least} characters, but the maximum of an answer is {rules.longest}")
         answer, problem = answer_of(episode, after=rules.after, longest=rules.longest)
         if problem:
             return zero_score(problem)

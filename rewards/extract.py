@@ -1,6 +1,6 @@
-r"""Finds the final answer in a submission: in the last `\boxed{}` or after the last `####`, else after the last "answer is".
+r"""Extracts the final answer of a submission: in the last `\boxed{}` or after the last `####`, else after the last "answer is".
 
-Only these marks count, so that exactly one answer is judged. Without a mark, the answer is the full submission.
+Only these marks count, so exactly one answer is scored. Without a mark, the answer is the full submission.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def final(text: str) -> str:
 
 
 def expression(text: str) -> str:
-    """The expression that is judged: the last `$...$` of `final` if it has one, else `final`; empty if its braces do not balance."""
+    """The expression to score: the last `$...$` of `final` if it has one, else `final`; empty if its braces do not balance."""
     text = final(text)
     if inline := list(_INLINE.finditer(text)):
         text = bare(next(filter(None, inline[-1].groups()), ""))

@@ -1,10 +1,10 @@
-"""Length and format: how long an answer is, and what must and must not stand in it.
+"""Length and format: how long an answer is, and what it must and must not contain.
 
     short = Length(most=200, zero_at=400)                in rewards/mine.py
     form = Form(starts="Dear ", contains=("invoice",), never=("asap",))
 
-The form of an answer says nothing of whether it is right: these are parts of a rubric that has a gate (`agentrl.reward.rubric`). Alone they
-pay for empty work, which `agentrl check` tells.
+The form of an answer does not show whether it is right, so these are parts of a rubric with a required criterion
+(`agentrl.reward.rubric`). Alone they reward empty work, which `agentrl check` reports.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from agentrl.reward.configured import ConfiguredVerifier
 
 
 class Length(ConfiguredVerifier):
-    """1 when the length is from `least` to `most`, else 0; with `zero_at`, it falls in a line from 1 at `most` to 0 at `zero_at`.
+    """1 if the length is from `least` to `most`, else 0; with `zero_at`, it falls linearly from 1 at `most` to 0 at `zero_at`.
 
-    Settings in `task.data["length"]`. No answer has length 0. Tokens are those that were sampled in the whole episode.
+    Settings in `task.data["length"]`. A missing answer has length 0. Tokens are all completion tokens of the episode.
     """
 
     name: ClassVar[str] = "length"
@@ -29,15 +29,16 @@ class Length(ConfiguredVerifier):
     least: int = Field(1, ge=0)
     most: int = Field(1000, ge=1)
     zero_at: int | None = None
-    """None: what is longer than `most` gets 0."""
+    """None: an answer longer than `most` gets 0."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.least > self.most or (self.zero_at is not None and self.zero_at <= self.most):
-            raise ValueError("least <= most < zero_at is wanted")
+            raise ValueError("least <= most < zero_at is required")
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the length."""
         rules = self.for_task(task)
         text = episode.answer or ""
         lengths = {"characters": lambda: len(text), "words": lambda: len(text.split()), "lines": lambda: len(text.splitlines())}
@@ -49,9 +50,9 @@ class Length(ConfiguredVerifier):
 
 
 class Form(ConfiguredVerifier):
-    """1 when every term holds, else 0; each term is a part, and `terms` the share that holds. Settings in `task.data["form"]`.
+    """1 if every term holds, else 0. Each term is a part, and `terms` is the share that holds. Settings in `task.data["form"]`.
 
-    White space at both ends of the answer plays no part. Patterns are in `rewards.pattern`, schemas in `rewards.json_schema`.
+    White space at both ends of the answer is ignored. For patterns see `rewards.pattern`, for schemas `rewards.json_schema`.
     """
 
     name: ClassVar[str] = "form"
@@ -59,21 +60,22 @@ class Form(ConfiguredVerifier):
     starts: str = ""
     ends: str = ""
     contains: tuple[str, ...] = ()
-    """Every one must stand in the answer."""
+    """The answer must contain each of these."""
     never: tuple[str, ...] = ()
-    """None may stand in the answer."""
+    """The answer must contain none of these."""
     once: tuple[str, ...] = ()
-    """Each must stand in the answer exactly once."""
+    """The answer must contain each of these exactly once."""
     case: bool = True
-    """Whether capitals differ from small letters."""
+    """Whether the comparison is case-sensitive."""
 
     @model_validator(mode="after")
     def _some(self) -> Self:
         if any(not term for term in (*self.contains, *self.never, *self.once)):
-            raise ValueError("an empty text is no term")
+            raise ValueError("a term must be a non-empty text")
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the form."""
         rules = self.for_task(task)
         text = rules._plain((episode.answer or "").strip())
         held = {"not_empty": bool(text)}

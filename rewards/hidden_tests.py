@@ -1,10 +1,10 @@
-"""Code against hidden tests: the clean room (`agentrl.reward.cleanroom`), and a verifier that pays for the share of tests that pass.
+"""Code against hidden tests: the clean room (`agentrl.reward.cleanroom`), and a verifier that rewards the share of tests that pass.
 
-    agentrl.reward.cleanroom:grade       1 when every test passes, else 0; task folders name it by themselves
-    rewards.hidden_tests:share           the share of tests that pass, for tasks that nobody solves whole at first
+    agentrl.reward.cleanroom:grade       1 if every test passes, else 0; the default of task folders
+    rewards.hidden_tests:share           the share of tests that pass, for tasks that are too hard to solve completely at first
 
-The clean room runs what the agent handed in and judges it in fresh sandboxes, with tests that were never where the agent was. What follows
-shows how to build on it: a verifier that judges in sandboxes says so, and hands them on.
+The clean room runs the agent's outputs and grades them in fresh sandboxes, with tests that the agent cannot access. `Share` shows how to
+build on it: a verifier that needs sandboxes declares it, and passes them on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from agentrl.reward.cleanroom import grade
 
 
 class Share:
-    """The share of hidden tests that pass. A share pays for tests that pass without work, so look at what they check."""
+    """The share of hidden tests that pass. Tests that pass without work are rewarded too, so check what they test."""
 
     needs_sandboxes = True
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
+        """Scores the outputs."""
         score = await grade(task, episode, sandboxes)
         if score.value is None:
             return score

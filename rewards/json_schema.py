@@ -1,10 +1,10 @@
-"""JSON that fits a schema (`jsonschema`), and whose content may be compared with the truth.
+"""JSON that fits a schema (`jsonschema`), and may also have to equal the truth.
 
     rewards.json_schema:json_schema                      with task.data = {"schema": {"type": "object", "required": ["city"]}}
     form = JsonSchema(schema={"type": "array"})          in rewards/mine.py, referenced as rewards.mine:form
 
-A schema may hold patterns, and be recursive: what an agent wrote is held to it in a process that is ended at a deadline. A `$ref` that
-leads out of the schema is refused; nothing is fetched.
+A schema may contain patterns and be recursive, so validation runs in a subprocess with a deadline. A `$ref` that leads out of the schema
+is an error; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DEADLINE_S = 3.0
 
 
 class JsonSchema(ConfiguredVerifier):
-    """1 when the answer is JSON that fits the schema, else 0. Settings in `task.data["json_schema"]`.
+    """1 if the answer is JSON that fits the schema, else 0. Settings in `task.data["json_schema"]`.
 
-    The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth, where whole numbers equal
-    floats of the same value, and the parts `fits` and `equal` tell the two apart. NaN, Infinity and repeated keys are no JSON here.
-    Formats are checked; a format that cannot be checked is the task's fault. Patterns have the meaning of ECMAScript.
-    A form alone says nothing of what is right: it is a part or a gate of a rubric, unless the schema leaves one answer.
+    The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth, where whole numbers
+    equal floats of the same value; the parts are then `fits` and `equal`. NaN, Infinity and repeated keys are invalid. Formats are
+    checked, and an unknown format is a task fault. Patterns have the meaning of ECMAScript. The form does not show whether an answer is
+    right, so use this as a part or required criterion of a rubric, unless the schema allows only one answer.
     """
 
     name: ClassVar[str] = "json_schema"
@@ -46,12 +46,14 @@ class JsonSchema(ConfiguredVerifier):
     equal: bool = False
     """Whether the answer must also equal the truth."""
     longest: int = Field(100_000, gt=0)
-    """Characters; a longer answer is wrong."""
+    """Maximum length in characters; a longer answer is wrong."""
 
     def model_post_init(self, context: Any) -> None:
+        """Raises `PluginError` if the package is missing."""
         require_package("jsonschema")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the answer."""
         rules = self.for_task(task)
         schema = rules.json_schema if rules.json_schema is not None else task.data.get("schema")
         if not isinstance(schema, Mapping | bool):
@@ -65,7 +67,7 @@ class JsonSchema(ConfiguredVerifier):
         try:
             told = await _worker.evaluate(request, sound=request | {"text": "null"})
         except AnswerFault as error:
-            return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: at it the schema {error}", **nothing)
+            return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: on it the schema {error}", **nothing)
         if told["schema"]:
             raise TaskError(f"task {task.id}: its JSON schema cannot be used: {told['schema']}")
         right = not told["misfit"] and (told["equal"] or not rules.equal)
@@ -74,9 +76,9 @@ class JsonSchema(ConfiguredVerifier):
 
 
 def strict_json(text: str) -> Any:
-    """The JSON value of a text. A whole number is an int, however it is written, and keeps every digit.
+    """The JSON value of a text. A whole number becomes an int in any notation and keeps all digits.
 
-    Raises `ValueError` for anything else, for repeated keys, for NaN, and for numbers that no float holds: 1e999 and 1e-999.
+    Raises `ValueError` for anything else, for repeated keys, for NaN, and for numbers outside of the range of a float: 1e999 and 1e-999.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -95,12 +97,12 @@ def strict_json(text: str) -> Any:
         return int(value) if is_whole(value) else rounded
 
     def never(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not valid JSON")
 
     try:
         return json.loads(text, object_pairs_hook=once, parse_float=exact, parse_constant=never)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def same_json(one: Any, other: Any) -> bool:
@@ -117,12 +119,12 @@ def same_json(one: Any, other: Any) -> bool:
 
 
 def prepare() -> None:
-    """In the process, before anything is asked."""
+    """In the subprocess, before the first request."""
     import jsonschema  # noqa: F401
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process: what is wrong with the schema, why the text does not fit it, and whether it equals the truth."""
+    """In the subprocess: what is wrong with the schema, why the text does not fit it, and whether it equals the truth."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -143,7 +145,7 @@ def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
     except Unresolvable as problem:
         return told | {"schema": f"$ref {str(problem.ref)[:200]!r} leads out of it"}
     except ValueError as problem:
-        return told | {"misfit": f"it is no JSON: {str(problem)[:200]}"}
+        return told | {"misfit": f"it is not valid JSON: {str(problem)[:200]}"}
     misfit = "" if error is None else f"at {error.json_path[:100]}: {error.message[:200]}"
     equal = bool(request["truth"]) and same_json(value, request["truth"][0])
     return told | {"misfit": misfit, "equal": equal}

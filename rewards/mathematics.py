@@ -2,9 +2,9 @@ r"""Mathematics: an expression that equals the truth, in evaluated form.
 
     rewards.mathematics:mathematics                      with task.data = {"answer": "\\frac{1}{2}"}
 
-`rewards.notation` reads expressions, and `rewards.algebra` compares them. Integrals, sums and limits, which only the package math-verify
-reads, can be truths, and with `unevaluated` also answers. Some short texts take hours to compute, so both run in a process with a deadline
-(`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
+`rewards.notation` parses expressions, and `rewards.algebra` compares them. Integrals, sums and limits, which only the package math-verify
+parses, can be truths, and with `unevaluated` also answers. Some short texts take hours to compute, so both run in a subprocess with a
+deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
 """
 
 from __future__ import annotations
@@ -28,40 +28,42 @@ DEADLINE_S = 3.0
 LONGEST = 4000  # characters of a submission
 LONGEST_EXPRESSION = 400
 LONGEST_PROMPT = 20_000
-MOST_FORMULAS = 50  # of a prompt
-_LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # what may stand anywhere in an expression
+MOST_FORMULAS = 50  # maximum number of formulas of a prompt
+_LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # allowed anywhere in an expression
 
 
 class Mathematics(ConfiguredVerifier):
     r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings in `task.data["mathematics"]`.
 
-    What is read of a submission is one expression, in LaTeX or as a calculator writes it (`rewards.extract`): in the last `\boxed{}` or
-    after the last `####`, else after the last "answer is", else all of it; and in that the last `$...$`, if there is one. So naming several
-    answers is answering with a list. An answer that cannot be read is wrong, as is one at which the reading or comparing fails though it
-    judges the truth; a truth that cannot be read is the task's fault, and its episodes have no score.
+    Of a submission one expression is parsed, in LaTeX or calculator notation (`rewards.extract`): in the last `\boxed{}` or after the
+    last `####`, else after the last "answer is", else the full submission; and of that the last `$...$`, if there is one. Several answers
+    are therefore a list. An answer that cannot be parsed is wrong, and so is one on which parsing or comparing fails while the truth
+    succeeds. A truth that cannot be parsed is a task fault.
 
-    A value leaves no work to do. If the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a
-    percent sign. Otherwise it may use roots, constants and variables, and the functions, factorials and the like that the truth uses.
-    Numbers, like terms and common factors are put together, and it is not what the question says in another form than the truth's. An
-    `x =` may stand before it; a chain of equations is no value. Words are compared as words and numerals with their base. A unit is the
-    truth's or, if it has none, one that the question names; or it is left out. 5\% is 0.05, and also 5 if the question asks for a
-    percentage.
+    Evaluated form: if the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a percent
+    sign. Otherwise it may use roots, constants and variables, and the functions, factorials and the like that the truth uses. Numbers,
+    like terms and common factors must be combined, and the answer must not repeat an expression of the question in another form than the
+    truth's. A leading `x =` is allowed; a chain of equations is not a value. Words are compared as words and numerals with their base.
+    The unit is the truth's or, if it has none, one that the question names; or it is omitted. 5\% is 0.05, and also 5 if the question
+    asks for a percentage.
     """
 
     name: ClassVar[str] = "mathematics"
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     decimals: int = Field(6, ge=0, le=15)
-    """Places that are compared when either number is written as a decimal: decimal places, of numbers below 0.1 significant digits."""
+    """Places to compare if either number is a decimal: decimal places, or significant digits for numbers below 0.1."""
     unevaluated: bool = False
-    """Whether an answer may be in any form with the right value: 2+3, 5!, an integral, the question's expression."""
+    """Whether an answer may have any form with the right value: 2+3, 5!, an integral, the question's expression."""
     after: str = ""
-    """The answer is what follows the last occurrence of this. Empty: all that was submitted."""
+    """The answer is the text after the last occurrence of this. Empty: the full submission."""
 
     def model_post_init(self, context: Any) -> None:
+        """Raises `PluginError` if the package is missing."""
         require_package("math_verify")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the answer."""
         rules = self.for_task(task)
         truth = expression(str(rules.truth_of(task)))
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
@@ -96,7 +98,7 @@ def prepare() -> None:
 
 
 def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
-    """Runs in the worker: "equal", "different", or "no truth" if the truth cannot be read; and the reason."""
+    """In the subprocess: "equal", "different", or "no truth" if the truth cannot be parsed; and the reason."""
     from rewards.algebra import Comparison, alike
 
     truth, answer = request["truth"], request["answer"]
@@ -106,7 +108,7 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     given, problem = _read(answer, wide=request["unevaluated"])
     if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
-    given = given or wanted  # written like the truth, which is still computed: a truth that takes too long is the task's fault
+    given = given or wanted  # equal to the truth, which is still computed: a truth that takes too long is a task fault
     comparison = Comparison(request["decimals"], any_form=request["unevaluated"], prompt=request["prompt"])
     if not comparison.same(wanted, given):
         return "different", "it equals the truth but is not evaluated" if comparison.unfinished else ""

@@ -111,7 +111,7 @@ def _applied(tokens: Sequence[Token]) -> Node | None:
 
 
 def is_assignment(node: Node) -> bool:
-    """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`. The value of a function of x must not depend on others than x."""
+    """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`. The value of f(x) must not depend only on other variables."""
     if node.kind != "relation" or node.value != "=":
         return False
     left, right = node.parts

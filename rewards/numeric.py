@@ -27,7 +27,7 @@ LONGEST_PROMPT = 20_000
 RELATIVE = 1e-6
 _EXPONENT = r"(?:([+-]?\d{1,3})|\{([+-]?\d{1,3})\}|\(([+-]?\d{1,3})\))"
 _NUMBER = re.compile(
-    r"((?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+|\d+)(?:\.\d*)?|\.\d+)"  # groups: commas, or the spaces that do not break
+    r"((?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+|\d+)(?:\.\d*)?|\.\d+)"  # groups: commas or no-break spaces
     rf"(?:[eE]([+-]?\d{{1,3}})|\s*[*x\u00d7\u00b7\u22c5]\s*10(?:\^|\*\*){_EXPONENT})?"
     r"(?![\d.,])",
     re.ASCII,
@@ -36,7 +36,7 @@ _TEN = re.compile(rf"10(?:\^|\*\*){_EXPONENT}(?![\d.,])", re.ASCII)
 _FRACTION = re.compile(r"(?:(\d{1,30})[ ]+)?(\d{1,30})\s*/\s*([1-9]\d{0,29})(?![\d.,/^])", re.ASCII)
 _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"))  # minus signs, and dashes that are written for one
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"))  # minus signs, and dashes used as one
 _CURRENCY = re.compile(r"US\$|[$\u20ac\u00a3]|(?:USD|EUR|GBP)(?=\s*[\d.+-])")
 _RAISED = re.compile("(?<![0-9.])10([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
@@ -52,14 +52,14 @@ _LATEX = (  # LaTeX that a number may contain, and its plain form
 
 
 class Amount(NamedTuple):
-    """A number as it was written, and the name of its unit, empty if it was written without a unit."""
+    """A number as written, and the name of its unit; empty if it was written without a unit."""
 
     value: Fraction
     name: str
 
 
 class Quantity(NamedTuple):
-    """A number in SI base units, and the unit it was written in; None: it was written without one."""
+    """A number in SI base units, and the unit it was written in; None if it was written without one."""
 
     value: Fraction
     unit: Unit | None
@@ -71,22 +71,22 @@ class Quantity(NamedTuple):
 
 
 class Numeric(ConfiguredVerifier):
-    r"""1 when the answer is a number within the tolerance of the truth, else 0. Settings in `task.data["numeric"]`.
+    r"""1 if the answer is a number within the tolerance of the truth, else 0. Settings in `task.data["numeric"]`.
 
-    The answer is what is in the last `\boxed{}` or after the last `####`, else after the last "answer is", else all that was submitted
-    (`rewards.extract`). A number has ASCII digits: decimal or scientific (2e5, 2 x 10^5, 10^5), commas or no-break spaces between groups of
-    three digits, a scale in words (1.5 million), or a fraction of whole numbers that is not whole (1/2, 1 1/2, \frac{1}{2}). Arithmetic
-    (2+3, 10/2, 2^10) is no number.
+    The answer is what is in the last `\boxed{}` or after the last `####`, else after the last "answer is", else the full submission
+    (`rewards.extract`). A number has ASCII digits: decimal or scientific (2e5, 2 x 10^5, 10^5), commas or no-break spaces between groups
+    of three digits, a scale in words (1.5 million), or a fraction of whole numbers that is not whole (1/2, 1 1/2, \frac{1}{2}).
+    Arithmetic (2+3, 10/2, 2^10) is not a number.
 
-    With `unit`, truth and answer are converted to it, and a number without a unit is one in `unit`. Without it, an answer has a unit of the
-    truth's dimension, or none if the truth has none. One of the two may have a unit that the other has not if the question asks for that
-    unit: "How many dollars?" takes 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a percentage. A currency stands
-    on either side, its sign too: -$5, $-5, -5 USD; ($5) is -$5, as in accounts. Degrees Celsius and Fahrenheit, which have another zero,
-    are no units here. Infinite and NaN are no numbers.
+    With `unit`, truth and answer are converted to it, and a number without a unit is in `unit`. Without it, an answer must have a unit of
+    the truth's dimension, or none if the truth has none. One of them may have a unit that the other lacks if the question asks for that
+    unit: "How many dollars?" accepts 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a percentage. A currency
+    may stand on either side, and so may its sign: -$5, $-5, -5 USD; ($5) is -$5, as in accounting. Degrees Celsius and Fahrenheit are not
+    supported, because their zeros differ. Infinity and NaN are not numbers.
 
-    If neither `relative` nor `absolute` is set, two numbers that are written whole must be equal, and others may differ by 1e-6 of the
-    truth. If one is, an answer of any kind may differ by at most max(absolute, relative * |truth|), but 0 and a number of the other sign
-    are never near a truth that is not 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.is_near`).
+    If neither `relative` nor `absolute` is set, two whole numbers must be equal, and others may differ by 1e-6 of the truth. If one is
+    set, an answer may differ by at most max(absolute, relative * |truth|). However, 0 and a number of the other sign are never near a
+    truth other than 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.is_near`).
     """
 
     name: ClassVar[str] = "numeric"
@@ -96,26 +96,27 @@ class Numeric(ConfiguredVerifier):
     absolute: float = Field(0.0, ge=0, allow_inf_nan=False)
     """In `unit`, or in the truth's."""
     unit: str = ""
-    """What a number without a unit is in, such as "m/s"."""
+    """Unit of a number without a unit, such as "m/s"."""
     must_name_unit: bool = False
     """Whether an answer without a unit is wrong."""
     after: str = ""
-    """The number is what follows the last occurrence of this. Empty: all that was submitted."""
+    """The number is the text after the last occurrence of this. Empty: the full submission."""
 
     @field_validator("unit")
     @classmethod
     def _known(cls, text: str) -> str:
         if unit(text) is None:
-            raise ValueError(f"{text!r} is no known unit; rewards/units.py lists them")
+            raise ValueError(f"unknown unit {text!r}; rewards/units.py lists the known ones")
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the answer."""
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         written = amount(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
         wanted = None if written is None else _in_base_units(written)
         if written is None or wanted is None:
-            raise TaskError(f"task {task.id}: the truth {str(truth)[:EVIDENCE_CHARS]!r} is no number with a known unit")
+            raise TaskError(f"task {task.id}: the truth {str(truth)[:EVIDENCE_CHARS]!r} is not a number with a known unit")
         written_in = unit(rules.unit) if rules.unit else wanted.unit or ONE
         assert written_in is not None, "checked on construction"
         if (wanted.unit or written_in).powers != written_in.powers:
@@ -129,12 +130,12 @@ class Numeric(ConfiguredVerifier):
         if given is None:
             return zero_score(f"{told}: the answer is not a number")
         if not given.name and rules.must_name_unit:
-            return zero_score(f"{told}: without a unit")
+            return zero_score(f"{told}: the answer has no unit")
         prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         meant = list(_meant(given, written, prompt)) if not rules.unit else [_in_base_units(given)]
         fitting = [one for one in meant if one is not None and (one.unit or written_in).powers == written_in.powers]
         if not fitting:
-            return zero_score(f"{told}: the answer's unit is not the truth's, nor one that the question asks for")
+            return zero_score(f"{told}: the answer's unit is neither the truth's nor one that the question asks for")
         return Score(value=float(any(rules._same(one, wanted, written_in) for one in fitting)), evidence=told)
 
     def _same(self, given: Quantity, wanted: Quantity, written_in: Unit) -> bool:
@@ -150,7 +151,7 @@ def _meant(given: Amount, truth: Amount, prompt: str) -> Iterator[Quantity | Non
     assert wanted is not None, "a truth with a known unit"
     has_dimension = wanted.unit is not None and any(wanted.unit.powers)
     percentage = _is_percent(given) is not _is_percent(truth) and not has_dimension and names_percent(prompt)
-    if percentage and not truth.name and abs(truth.value) > 1:  # 50 is no share, so 50% is right and 5000% is not
+    if percentage and not truth.name and abs(truth.value) > 1:  # 50 is not a fraction, so 50% is right and 5000% is not
         pass
     elif given.name:
         yield known

@@ -1,10 +1,10 @@
-"""Files and state: what the agent left at the task's declared outputs, compared with the truth by content.
+r"""Files and state: the agent's files at the task's declared outputs, compared with the truth by content.
 
     rewards.outputs:outputs      with task.outputs = ("report.json",) and
                                  task.data = {"answer": {"report.json": {"json": {"rows": 4}}, "table.csv": {"table": "a,b\\n1,2\\n"}}}
 
-The truth of each path is one of: {"text": ...}, {"json": ...} (equal as JSON), {"has": ...} (JSON that holds at least this: the state of a
-world after the agent acted, without what does not matter), {"table": ...} (CSV with a header), or {"absent": true}.
+The truth of each path is one of: {"text": ...}; {"json": ...} (equal as JSON); {"has": ...} (JSON that contains at least this, such as
+the relevant state of a world after the agent acted); {"table": ...} (CSV with a header); or {"absent": true}.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ KINDS = ("text", "json", "has", "table", "absent")
 
 
 class Outputs(ConfiguredVerifier):
-    """1 when every path holds what the truth says, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
+    """1 if every path has the content of the truth, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
 
-    Text is UTF-8; a byte order mark, line ends and white space at the end of the file play no part. In tables the order of columns plays no
-    part, nor that of rows unless `row_order`; cells that are numbers are compared as numbers. Nothing may be at an absent path, not even a
+    Text is UTF-8; a byte order mark, line endings and white space at the end of the file are ignored. The order of a table's columns is
+    ignored, and so is that of its rows unless `row_order`; numeric cells are compared as numbers. An absent path must not be a file, a
     folder or a link. A file that could not be collected does not count as absent, nor does any file of an episode that ran out of time.
     """
 
     name: ClassVar[str] = "outputs"
 
     relative: float = Field(1e-9, ge=0, lt=1)
-    """How far numbers in JSON and tables may be from the truth, relative to it. Two whole numbers must be equal."""
+    """Relative tolerance for numbers in JSON and tables. Two whole numbers must be equal."""
     row_order: bool = False
     """Whether the order of a table's rows matters."""
     longest: int = Field(1_000_000, gt=0)
-    """Bytes of a file; a longer one is wrong."""
+    """Maximum size of a file in bytes; a larger one is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the files."""
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         if not isinstance(truth, Mapping) or not truth:
-            raise TaskError(f"task {task.id}: the truth of its outputs is no object of paths")
+            raise TaskError(f"task {task.id}: the truth of its outputs must be an object of paths")
         for path, due in truth.items():
             if not any(matches_pattern(pattern, path) for pattern in task.outputs):
                 raise TaskError(f"task {task.id}: its truth has {path}, which is not an output", fix="add the path to Task.outputs")
@@ -69,7 +70,7 @@ class Outputs(ConfiguredVerifier):
         return Score(value=float(not wrong), parts={"files": share}, evidence=evidence[:2000])
 
     def _problems(self, task_id: str, truth: Mapping[str, Any], episode: Episode) -> dict[str, str]:
-        """Path -> what is wrong with the file there; empty when it is right. Raises `TaskError`."""
+        """Path -> what is wrong with the file; empty if it is right. Raises `TaskError`."""
         told: dict[str, str] = {}
         for path, due in truth.items():
             if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
@@ -82,10 +83,10 @@ class Outputs(ConfiguredVerifier):
         return told
 
     def _problem(self, kind: str, due: Any, data: bytes | None) -> str:
-        """What is wrong with a file; empty when it is right."""
+        """What is wrong with a file; empty if it is right."""
         written = due if isinstance(due, str) else json.dumps(due, ensure_ascii=False, separators=(",", ":"))
         if (least := len(written.encode("utf-8", "replace"))) > self.longest:
-            raise _BadTruth(f"{least} bytes, more than an output may have (longest={self.longest})")
+            raise _BadTruth(f"{least} bytes, more than the limit of an output (longest={self.longest})")
         if data is None:
             return "it is missing"
         if len(data) > self.longest:
@@ -102,7 +103,7 @@ class Outputs(ConfiguredVerifier):
             value = strict_json(text)
             return "" if same(value, due, relative=self.relative, part=kind == "has") else "another value"
         except (ValueError, RecursionError) as error:
-            return f"no JSON: {str(error)[:100]}"
+            return f"invalid JSON: {str(error)[:100]}"
 
     def _table(self, text: str, due: Any) -> str:
         try:
@@ -133,7 +134,7 @@ class Outputs(ConfiguredVerifier):
 
 
 class _BadTruth(Exception):
-    """A truth that cannot be compared with."""
+    """A truth that no file can be compared with."""
 
 
 def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> bool:
@@ -151,15 +152,15 @@ def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> boo
 
 
 def table(text: str) -> list[list[str]]:
-    """The rows of a CSV text, its header first; cells without white space at their ends. Raises `ValueError`."""
+    """The rows of a CSV text, its header first; cells are stripped. Raises `ValueError`."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True) if row]
     except csv.Error as error:
-        raise ValueError(f"no table: {error}") from None
+        raise ValueError(f"not a table: {error}") from None
     if not rows or len(set(rows[0])) < len(rows[0]):
-        raise ValueError("no table: it needs a header of different names")
+        raise ValueError("not a table: it needs a header with different names")
     if any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError("no table: rows of different lengths")
+        raise ValueError("not a table: rows of different lengths")
     if len(rows) * len(rows[0]) > MAX_CELLS:
         raise ValueError(f"a table of more than {MAX_CELLS:,} cells")
     return rows

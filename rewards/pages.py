@@ -1,4 +1,4 @@
-"""Scores the answer of a task of `pages` or `questions`, and each of the sub-agents that it was split over."""
+"""Scores the answer of a task of `pages` or `questions`, and the answers of its sub-agents."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from agentrl.base.numbers import parse_number
 from agentrl.records import Episode, Score, Task, Trajectory
 from rewards.tables import says
 
-LONGEST = 4000  # characters of an answer that are looked at; every true answer is far shorter
+LONGEST = 4000  # maximum length of an answer in characters; true answers are far shorter
 
 
 async def found(task: Task, episode: Episode) -> Score:
-    """1.0 when the submitted number is the right one, else 0.0.
+    """1.0 if the submitted number is the right one, else 0.0.
 
-    A sub-agent that was given one page is worth 1.0 when it answers the number that is there, or, where it is not, anything that is no
-    number; else 0.0. Without the sub-agents that answered the right number, the value would be 0.0 when no other one did.
+    A sub-agent with one page gets 1.0 if it answers the number on the page, or, if the number is elsewhere, anything that is not a
+    number; else 0.0. `without` is the value that the episode would have without a sub-agent: 0.0 if no other one answered the right
+    number.
     """
     truth = str(task.data["answer"])
     value = float(episode.answer is not None and episode.answer.strip() == truth)
@@ -29,11 +30,10 @@ async def found(task: Task, episode: Episode) -> Score:
 
 
 async def answered(task: Task, episode: Episode) -> Score:
-    """1.0 when there is a line for each page and every one is right, else 0.0. Numbers are compared as in `rewards.tables`.
+    """1.0 if the answer has one line for each page and all are right, else 0.0. Numbers are compared as in `rewards.tables`.
 
-    A sub-agent that was given one page is worth 1.0 when it answers that page's question rightly, else 0.0. Without a right one the value
-    would be 0.0 when no other one answered its page rightly. Parts: `split`, the share of the pages that were given to a helper of their
-    own, and `helpers`, the share of these helpers that were right.
+    A sub-agent with one page gets 1.0 if it answers that page's question correctly, else 0.0. `without` is 0.0 for the only right one of
+    its page. Parts: `split`, the share of pages with a sub-agent, and `helpers`, the share of these sub-agents that were right.
     """
     lines = _lines(episode.answer)
     right = len(lines) == len(task.data["answers"]) and all(_right(task, page, line) for page, line in enumerate(lines, 1))
@@ -62,7 +62,7 @@ def _lines(answer: str | None) -> list[str]:
 
 
 def _right(task: Task, page: int, answer: str) -> bool:
-    """Whether an answer to the question on a page is right; there may be no such page."""
+    """Whether an answer to the question on a page is right; the page may not exist."""
     answers, tolerances = task.data["answers"], task.data["tolerances"]
     known = 1 <= page <= len(answers) and len(answer) <= LONGEST
     return known and says(answer, str(answers[page - 1]), float(tolerances[page - 1]))
@@ -76,18 +76,18 @@ def _worth(line: Trajectory, truth: str, page: int) -> float | None:
 
 
 def _page(line: Trajectory) -> int | None:
-    """The page that a sub-agent was told to read; None for others, and where it was told of none or of several."""
+    """The page that a sub-agent was asked to read; None for other agents, and for requests without exactly one page."""
     return page_asked(line.prompt[-1].content) if line.prompt and line.parent is not None and line.parent.call is not None else None
 
 
 def page_asked(told: str) -> int | None:
-    """The one page that a request speaks of, in whatever words; None for none or several."""
+    """The one page that a request mentions; None for none or several."""
     pages = {int(number) for number in re.findall(r"\bpages? (\d{1,6})\b", told)}
     return pages.pop() if len(pages) == 1 and " to " not in told else None
 
 
 def _answer(line: Trajectory) -> str | None:
-    """What a sub-agent handed in."""
+    """The answer of a sub-agent."""
     if line.parent is None or line.parent.call is None or not line.turns:
         return None
     message = line.turns[-1].message

@@ -1,10 +1,10 @@
-"""Regular expressions: the answer matches the task's pattern.
+"""Regular expressions: the answer must match the task's pattern.
 
     rewards.pattern:pattern                              with task.data = {"answer": "INV-[0-9]{6}"}
     date = Pattern(pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")     in rewards/mine.py, referenced as rewards.mine:date
 
-Python's `re` may take hours on a line that an agent writes against a pattern such as (a+)+b, and nothing in a thread can stop it. It
-runs in a process that is ended at a deadline; an answer at which it gets there twice does not match.
+Python's `re` can take hours on an adversarial text, for example against the pattern (a+)+b, and a thread cannot be stopped. So matching
+runs in a subprocess with a deadline; an answer that exceeds it twice does not match.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ DEADLINE_S = 2.0
 
 
 class Pattern(ConfiguredVerifier):
-    """1 when the whole answer matches, else 0. Settings in `task.data["pattern"]`; the pattern is the truth, or `pattern`.
+    """1 if the full answer matches, else 0. Settings in `task.data["pattern"]`; the pattern is the truth, or `pattern`.
 
-    Digits and word characters are ASCII's, as in `re.ASCII`.
+    Digits and word characters are ASCII, as in `re.ASCII`.
     """
 
     name: ClassVar[str] = "pattern"
@@ -35,11 +35,11 @@ class Pattern(ConfiguredVerifier):
     pattern: str = ""
     """Empty: the task's truth is the pattern."""
     anywhere: bool = False
-    """Whether it is enough that a part of the answer matches."""
+    """Whether a match of a part of the answer is sufficient."""
     case: bool = True
-    """Whether capitals differ from small letters."""
+    """Whether the match is case-sensitive."""
     longest: int = Field(MAX_ANSWER_CHARS, gt=0)
-    """Characters; a longer answer is wrong."""
+    """Maximum length in characters; a longer answer is wrong."""
 
     @field_validator("pattern")
     @classmethod
@@ -47,15 +47,16 @@ class Pattern(ConfiguredVerifier):
         try:
             re.compile(text, re.ASCII)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{text[:EVIDENCE_CHARS]!r} is no pattern: {error}") from None
+            raise ValueError(f"{text[:EVIDENCE_CHARS]!r} is not a valid pattern: {error}") from None
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the answer."""
         rules = self.for_task(task)
         wanted = rules.pattern or rules.truth_of(task)
         try:
             if not isinstance(wanted, str) or not wanted:
-                raise ValueError("a pattern is a text that is not empty")
+                raise ValueError("a pattern must be a non-empty text")
             self._compiles(wanted)
         except ValueError as error:
             raise TaskError(f"task {task.id}: {error}") from None
@@ -72,7 +73,7 @@ class Pattern(ConfiguredVerifier):
 
 
 def verdict(request: Mapping[str, Any]) -> bool:
-    """In the process: whether the text matches."""
+    """In the subprocess: whether the text matches."""
     compiled = re.compile(request["pattern"], re.ASCII | (0 if request["case"] else re.IGNORECASE))
     match = compiled.search if request["anywhere"] else compiled.fullmatch
     return match(request["text"]) is not None

@@ -1,7 +1,7 @@
 """Scores an answer of the `reasoning` family with the scorer of its dataset.
 
-The scorers are reasoning-gym's, and read what a model wrote. They run in a process of their own (`rewards.reasoning_scorers`), with
-bounds on time and memory, and see no answer that is not in its dataset's language (`sandboxes.reasoning.catalogue`).
+The scorers belong to reasoning-gym and parse text of a model. They run in a subprocess (`rewards.reasoning_scorers`) with limits on time
+and memory, and only see answers in their dataset's alphabet (`sandboxes.reasoning.catalogue`).
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from rewards.reasoning_scorers import CallFailed, CallTimeout, Scorers
 from sandboxes.reasoning.catalogue import speaks
 
 LONGEST = 1000
-"""Characters of an answer that are looked at; four times the true one's where that is more."""
-SHOWN = 80  # characters of an answer quoted as evidence
+"""Maximum length of an answer in characters, or four times the length of the truth if that is more."""
+SHOWN = 80  # characters of an answer that the evidence quotes
 
 _scorers = Scorers()
 _asking = ThreadPoolExecutor(1, thread_name_prefix="reasoning")
-"""Of its own, because answers wait for one another here: whoever stops waiting is never asked about, and nothing else waits with them."""
+"""A separate executor, because requests wait for one another here; a cancelled request is never sent, and no other work waits."""
 
 
 class OwnScorer:
-    """Full marks of the dataset's own scorer, or nothing."""
+    """Full marks of the dataset's scorer, or nothing."""
 
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """1.0 when the dataset's own scorer gives full marks to an answer that is the truth alone, else 0.0. Marks are kept as a part.
+        """1.0 if the dataset's scorer gives full marks to an answer that is only the truth, else 0.0.
 
-        Parts: `exact`, the value again, and `partial`, the scorer's mark as it is. Many pay 0.01 or 0.05 for any answer of the right form,
-        which is why partial marks are no reward here. White space at both ends of an answer plays no part. No answer, a huge one, and one
-        that is not in its dataset's language are wrong. So is one at which the scorer raises, exceeds its bounds twice, or gives something
-        else than a number from 0 to 1, when it gives the truth full marks: or an agent could choose which of its answers count. When it
-        fails at the truth, too, the answer is unscored.
+        Parts: `exact`, the value again, and `partial`, the scorer's mark. Partial marks are not a reward, because many scorers give 0.01
+        or 0.05 to any answer of the right form. Missing, very long and wrongly formed answers are wrong. So is an answer on which the
+        scorer raises, exceeds its limits twice, or returns an invalid mark, if it gives full marks to the truth: otherwise an agent could
+        choose which of its answers count. If the scorer also fails on the truth, the answer is unscored.
 
-        Raises `TaskError` when the package no longer makes the task's problem.
+        Raises `TaskError` if the package no longer generates the task's problem.
         """
         truth, origin = str(task.data["answer"]), task.data["origin"]
         name = str(origin["dataset"])
@@ -49,9 +48,9 @@ class OwnScorer:
             return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
         mark, problem = await _marked(origin, truth, answer)
         if problem and is_at_least((await _marked(origin, truth, truth))[0], 1.0):  # the scorer is sound, so the answer is not
-            mark, problem = await _marked(origin, truth, answer)  # once more: the machine may have been slow
+            mark, problem = await _marked(origin, truth, answer)  # retry: the machine may have been slow
             if problem:
-                return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"at answer {answer[:SHOWN]!r} the scorer {problem}")
+                return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"answer {answer[:SHOWN]!r}: the scorer {problem}")
         if problem:
             return Score(value=None, reason=f"reasoning-gym's scorer of {name} {problem}")
         exact = float(is_at_least(mark, 1.0))
@@ -63,24 +62,24 @@ class OwnScorer:
 
 
 async def _marked(origin: Any, truth: str, answer: str) -> tuple[float, str]:
-    """The scorer's mark, from 0 to 1 but for rounding; or what was wrong instead."""
+    """The scorer's mark, from 0 to 1 up to rounding, and the problem if there is no mark."""
     try:
         mark = await asyncio.get_running_loop().run_in_executor(_asking, _scorers.mark, origin, truth, answer)
     except (CallFailed, CallTimeout) as error:
         return 0.0, str(error)
     if not -ROUNDING <= mark <= 1 + ROUNDING:  # NaN is not
-        return 0.0, f"gave {mark}, which is no mark from 0 to 1"
+        return 0.0, f"returned {mark}, which is not from 0 to 1"
     return mark, ""
 
 
 def _wrong(name: str, answer: str, truth: str) -> str:
-    """Why an answer is wrong without its scorer being asked; empty where it must be."""
+    """Why an answer is wrong without calling its scorer; empty if the scorer must decide."""
     longest = max(LONGEST, 4 * len(truth))
     if not answer:
-        return "no answer was given"
+        return "no answer was submitted"
     if len(answer) > longest:
-        return f"answer of {len(answer)} characters is longer than {longest}"
-    return "" if speaks(name, answer) else f"answer {answer[:SHOWN]!r} is not in the language of {name}"
+        return f"the answer has {len(answer)} characters, more than {longest}"
+    return "" if speaks(name, answer) else f"answer {answer[:SHOWN]!r} does not have the form of {name}"
 
 
 own_scorer = OwnScorer()

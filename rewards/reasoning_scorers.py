@@ -1,4 +1,4 @@
-"""The process in which reasoning-gym's scorers read what a model wrote (`agentrl.reward.worker`)."""
+"""The subprocess that runs reasoning-gym's scorers on text of a model (`agentrl.reward.worker`)."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from sandboxes.reasoning.problems import entry_of
 __all__ = ["CallFailed", "CallTimeout", "Scorers"]
 
 DEADLINE_S = 5.0
-MAKING_S = 20.0  # for making the problem once more
+MAKING_S = 20.0  # for generating the problem
 MEMORY = 4 << 30  # bytes of address space
 
 
 class Scorers:
-    """The scorers, in one process that is started at the first request. Threads may share it: they wait for one another."""
+    """The scorers, in one subprocess that starts at the first request. Thread-safe; requests are queued."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
         self._worker = SubprocessWorker(reply, deadline_s=MAKING_S, memory=MEMORY)
 
     def mark(self, origin: Mapping[str, Any], truth: str, answer: str) -> float:
-        """What the dataset's scorer gives an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
+        """The mark of the dataset's scorer for an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
 
-        Raises `CallFailed`, `CallTimeout`, `TaskError` for a problem that is made no more, and `InfrastructureError` when there is no
+        Raises `CallFailed`, `CallTimeout`, `TaskError` for a problem that is no longer generated, and `InfrastructureError` if there is no
         process."""
         request = {"origin": dict(origin), "truth": truth, "answer": answer, "deadline_s": self._deadline_s}
         try:
             return float(self._worker.call_blocking(request))
         except CallTimeout:
-            raise CallTimeout(f"gave no mark within {self._deadline_s:g} s") from None
+            raise CallTimeout(f"returned no mark within {self._deadline_s:g} s") from None
 
     def close(self) -> None:
-        """Ends the process; a later request starts another."""
+        """Ends the process; a later request starts a new one."""
         self._worker.close()
 
 
 def reply(request: Mapping[str, Any]) -> float:
-    """In the process: the mark of one answer; 0 if the scorer gives full marks to more than the truth, or something near it."""
+    """In the subprocess: the mark of one answer; 0 if the scorer gives full marks to more than the truth."""
     dataset, entry = entry_of(request["origin"], request["truth"])
     set_deadline(request["deadline_s"])
-    with decimal.localcontext(decimal.Context()):  # one dataset changes the precision for all
+    with decimal.localcontext(decimal.Context()):  # one dataset changes the global precision
         mark = float(dataset.score_answer(request["answer"], entry))
     return mark if not is_at_least(mark, 1.0) or exact(request["origin"]["dataset"], request["answer"], request["truth"]) else 0.0

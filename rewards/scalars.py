@@ -1,4 +1,4 @@
-"""Parses scalar notation to a tree. Nothing is evaluated, so the tree shows the form in which a value was written."""
+"""Parses scalar notation into a tree. Nothing is evaluated, so the tree shows the form in which a value was written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Node(NamedTuple):
 
 
 def numeral(sign: str, digits: str, base: str) -> Node | None:
-    """The digits of a number in a base, which is part of what is written; None: the text is a symbol with a subscript."""
+    """The digits of a number in a base; None if the text is a symbol with a subscript. The base stays part of the value."""
     number = _BASES.get(base) or (int(base) if base.isdigit() else 0)
     if not digits[0].isdigit() and not 11 <= number <= 36:
         return None
@@ -54,7 +54,7 @@ def _number(text: str) -> Node:
     if match := REPEATING.fullmatch(text):
         return Node("number", value=int(match[1]) + Fraction(int(match[2]), 10 ** len(match[2]) - 1))
     match = NUMBER.fullmatch(text)
-    assert match is not None, "the tokenizer's own"
+    assert match is not None, "a number token"
     value, exponent = Fraction(match[1]), int(match[3] or 0)
     if abs(exponent) > LARGEST_POWER_OF_TEN or (match[2] and ("." not in match[1] or exponent)):
         raise Unreadable(f"the number {text[:40]}")
@@ -65,12 +65,13 @@ def _number(text: str) -> Node:
 
 
 class Scalar:
-    """A reader of one scalar expression, by recursive descent."""
+    """A recursive-descent parser of one scalar expression."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self._tokens, self._at, self._depth = tokens, 0, 0
 
     def whole(self) -> Node:
+        """Parses all tokens. Raises `Unreadable`."""
         if not self._tokens:
             raise Unreadable("no value where one is expected")
         node = self._sum()
@@ -189,7 +190,7 @@ class Scalar:
         return node
 
     def _argument(self) -> Node:
-        """An argument of \\frac and the like: in braces, or one token, of a number its first digit."""
+        r"""An argument of \\frac and similar commands: in braces, or one token; of a number only its first digit."""
         if self._next() == "{":
             return self._group("{")
         token = self._tokens[self._at] if self._at < len(self._tokens) else None

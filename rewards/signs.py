@@ -1,6 +1,6 @@
-r"""Splits mathematical notation, LaTeX or calculator text, into known tokens.
+"""Splits mathematical notation, LaTeX or calculator text, into known tokens.
 
-The language is small, and every sign of a text must belong to it: what is not known is not dropped, but makes the text unreadable. Signs of
+The language is small, and every sign of a text must belong to it: an unknown sign is not dropped, but makes the text unreadable. Signs of
 unfinished work (integrals, sums, limits) are not in the language.
 """
 
@@ -19,6 +19,8 @@ class Unreadable(ValueError):
 
 
 class Token(NamedTuple):
+    """One token."""
+
     kind: str  # number, letter, word, command, text, sign
     text: str
     spaced: bool  # whether white space stands before it
@@ -93,6 +95,7 @@ def _vulgar(letter: str) -> str:
 
 
 def tokenized(text: str) -> list[Token]:
+    """The tokens of a text. Raises `Unreadable`."""
     found: list[Token] = []
     at, spaced = 0, False
 
@@ -126,7 +129,7 @@ def tokenized(text: str) -> list[Token]:
 
 
 def _command(text: str, at: int, found: list[Token], spaced: bool) -> tuple[int, bool]:
-    """Adds the token of a command; where it ends, and whether it was a space."""
+    """Adds the token of a command. Returns its end, and whether it was a space."""
     match = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL).match(text, at)
     if match is None:
         raise Unreadable("a backslash at its end")

@@ -2,12 +2,11 @@
 
     rewards.sql:sql      with task.data = {"answer": "SELECT a FROM t", "databases": ["CREATE TABLE t(a); INSERT INTO t VALUES (1);"]}
 
-Both queries are executed; nothing is judged by how it is written. They run in SQLite, in memory, in a process that is ended at a
-deadline, on a connection that can only read: opened read-only, with an authorizer that lets SELECT, columns and SQLite's harmless
-functions pass, and with bounds on steps, lengths and rows.
+Both queries are executed; their text is not compared. They run in SQLite, in memory, in a subprocess with a deadline, on a read-only
+connection with an authorizer that allows SELECT, columns and harmless functions, and with limits on steps, lengths and rows.
 
 A query with a hard-coded result returns the right rows too. So both queries are also executed on changed copies of the databases
-(`rewards.sql_copies`): if the true result changes there, the answer's must change with it.
+(`rewards.sql_copies`): if the true result changes there, the answer's result must change with it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from rewards.sql_text import orders, statements
 
 DEADLINE_S = 10.0
 MAX_ROWS = 20_000
-MAX_STEPS = 50_000_000  # of SQLite's virtual machine, for one query
+MAX_STEPS = 50_000_000  # of SQLite's virtual machine, per query
 MAX_LENGTH = 1_000_000  # bytes of a value, and of a row
 _BAD_FUNCTIONS = frozenset({"load_extension", "randomblob", "random", "readfile", "writefile", "edit", "fts3_tokenizer", "zeroblob"})
 
@@ -41,40 +40,41 @@ Row = tuple[Any, ...]
 
 
 class Sql(ConfiguredVerifier):
-    """1 when the answer's rows are the truth's on every database, and change with the data as the truth's do; else 0.
+    """1 if the answer's rows are the truth's on every database, and change with the data as the truth's do; else 0.
 
-    Settings in `task.data["sql"]`. Rows are compared as a bag, in order if the truth ends in an ORDER BY; columns by position, not
-    by name; numbers within `relative`, whole ones exactly. Comments, semicolons and a fence around the query are ignored. A truth that
-    fails, gives no row on any database, or has more rows near each other than can be told apart within `relative`, is the task's fault. A
-    truth with an ORDER BY should have no ties: only one order of tied rows is right.
+    Settings in `task.data["sql"]`. Rows are compared as a bag, or in order if the truth ends in an ORDER BY; columns by position, not by
+    name; numbers within `relative`, whole numbers exactly. Comments, semicolons and a fence around the query are ignored. A truth that
+    fails, returns no row on any database, or has too many rows near each other within `relative`, is a task fault. A truth with an ORDER
+    BY should have no ties, because only one order of tied rows is right.
 
-    On changed copies of the databases (rows removed or added, other values) on which the truth's rows change, the answer must give the
-    truth's rows for some of the different results (a fifth, and two if there are four), and its rows must change with every column
-    whose values the truth gives or computes with. So an answer that differs from the truth in cases that the databases do not show, such
-    as ties or missing rows, is right. One that gives constants, or reads data without using it, is wrong; so is one from other columns
-    that repeat the truth's data.
+    On changed copies of the databases (rows removed or added, other values) on which the truth's rows change, the answer must return the
+    truth's rows for some of the different results (a fifth, and at least two if there are four), and its rows must change with every
+    column whose values the truth returns or computes with. So an answer that differs from the truth only in cases that the databases do
+    not show, such as ties or missing rows, is right. An answer that returns constants, reads data without using it, or uses other columns
+    with the same data, is wrong.
     """
 
     name: ClassVar[str] = "sql"
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     databases: tuple[str, ...] = ()
-    """SQL scripts, each of which makes one database. None: the task has them, in `data["databases"]`, a text or a list."""
+    """SQL scripts, each of which creates one database. Empty: the task has them in `data["databases"]`, a text or a list."""
     ordered: bool | None = None
     """Whether the order of rows matters. None: if the truth has an ORDER BY."""
     relative: float = Field(1e-9, ge=0, lt=1)
     after: str = ""
-    """The query is what follows the last occurrence of this. Empty: all that was submitted."""
+    """The query is the text after the last occurrence of this. Empty: the full submission."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the query."""
         rules = self.for_task(task)
         truth, scripts = rules.truth_of(task), rules.databases or task.data.get("databases", ())
         scripts = [scripts] if isinstance(scripts, str) else list(scripts)
         if not isinstance(truth, str) or not scripts or not all(isinstance(script, str) for script in scripts):
-            raise TaskError(f"task {task.id}: it needs a query as its truth, and data.databases, a list of SQL scripts")
+            raise TaskError(f"task {task.id}: it needs a query as its truth, and a list of SQL scripts in data.databases")
         if len(truth) > MAX_ANSWER_CHARS:
             raise TaskError(
-                f"task {task.id}: its true query has {len(truth)} characters, but an answer may have at most {MAX_ANSWER_CHARS}"
+                f"task {task.id}: its true query has {len(truth)} characters, but the maximum of an answer is {MAX_ANSWER_CHARS}"
             )
         text, problem = answer_of(episode, after=rules.after, longest=MAX_ANSWER_CHARS)
         if problem:
@@ -91,7 +91,7 @@ class Sql(ConfiguredVerifier):
 
 
 class Refused(Exception):
-    """A query that is not executed, or failed, and why."""
+    """A query that was rejected or failed, with the reason."""
 
 
 class Result(NamedTuple):
@@ -111,7 +111,7 @@ class _Database(NamedTuple):
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, str]:
-    """In the process: what is wrong with the task, and with the answer; both empty when the answer is right."""
+    """In the subprocess: what is wrong with the task, and with the answer; both empty if the answer is right."""
     truth, answer, relative = request["truth"], request["answer"], request["relative"]
     ordered = orders(truth) if request["ordered"] is None else request["ordered"]
     with contextlib.ExitStack() as opened:
@@ -120,7 +120,7 @@ def verdict(request: Mapping[str, Any]) -> dict[str, str]:
         except Refused as error:
             return {"task": str(error), "wrong": ""}
         if not any(database.wanted.rows for database in databases):
-            return {"task": "the truth gives no row on any database, so that every query without rows would be right", "wrong": ""}
+            return {"task": "the truth returns no row on any database, so every query without rows would be right", "wrong": ""}
         if not ordered and any(bags.crowded(database.wanted.rows, _cells(relative)) for database in databases):
             return {
                 "task": f"more than {bags.MAX_CROWD} rows of the truth are so near each other that relative={relative} cannot tell "
@@ -176,7 +176,7 @@ def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], re
 
 
 def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _Database:
-    """A large database with fewer rows if the truth still says something there, for the many copies of it."""
+    """A copy of a large database with fewer rows, to reduce the cost of its changed copies, if the truth still returns data there."""
     connection, name = opened.enter_context(smaller(database.connection))
     with contextlib.suppress(Refused):
         wanted = execute(name, truth)
@@ -201,7 +201,7 @@ def _unused(truth: str, answer: str, database: _Database, relative: float) -> It
     for column, name in altered_copies(database.connection, database.wanted.reads):
         wanted = _executed(name, truth)
         if wanted is None or len(wanted.rows) != len(database.wanted.rows) or not _says_something(wanted):
-            continue  # its values are compared with something, and given or computed with only perhaps
+            continue  # the values may only be compared, not returned or computed with
         if not differ(wanted, database.wanted, ordered=False, relative=relative):
             continue
         after = _executed(name, answer)
@@ -235,14 +235,14 @@ def execute(name: str, query: str) -> Result:
         connection.set_progress_handler(_budget(), 10_000)
         cursor = connection.execute(single[0])
         if cursor.description is None:
-            raise Refused("it gives no rows and no columns")
+            raise Refused("it returns no rows and no columns")
         rows = cursor.fetchmany(MAX_ROWS + 1)
     except (sqlite3.Error, sqlite3.Warning, ValueError, UnicodeError, OverflowError) as error:
         raise Refused(f"{type(error).__name__}: {error}") from None
     finally:
         connection.close()
     if len(rows) > MAX_ROWS:
-        raise Refused(f"it gives more than {MAX_ROWS:,} rows")
+        raise Refused(f"it returns more than {MAX_ROWS:,} rows")
     return Result(rows, len(cursor.description), frozenset(read))
 
 
@@ -267,7 +267,7 @@ def _budget() -> Callable[[], int]:
 
 
 def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> str:
-    """How two results differ; empty when they do not."""
+    """How two results differ; empty if they do not."""
     if given.columns != wanted.columns:
         return f"{given.columns} columns, not {wanted.columns}"
     if len(given.rows) != len(wanted.rows):

@@ -1,7 +1,4 @@
-"""The SQL that a verifier parses: the statements of a text, whether one orders its rows, and its literals. SQLite does the rest.
-
-Comments, white space, a byte order mark and semicolons around a statement are ignored, and so is text in quotes or parentheses.
-"""
+"""Parses the SQL that a verifier needs: the statements of a text, whether one orders its rows, and its literals."""
 
 from __future__ import annotations
 

@@ -6,23 +6,23 @@ from agentrl.base.numbers import parse_number, same_number
 from agentrl.records import Episode, Score, Task
 
 RELATIVE = 1e-6
-LONGEST = 1000  # characters of an answer that are looked at; every true answer is far shorter
-SHOWN = 80  # characters of an answer quoted as evidence
+LONGEST = 1000  # maximum length of an answer in characters; true answers are far shorter
+SHOWN = 80  # characters of an answer that the evidence quotes
 
 
 async def exact_answer(task: Task, episode: Episode) -> Score:
-    """1.0 when the submitted answer is the truth, else 0.0.
+    """1.0 if the submitted answer is the truth, else 0.0.
 
-    Text is compared after stripping white space at both ends. If the truth is a number, the answer may be any decimal notation of a
-    number within 1e-6 relative, or within the task's absolute `tolerance` (half a unit of the second decimal for totals and averages,
-    so both rounded and exact answers count), as `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal.
-    No answer, or a huge one, is wrong: a score of 0.0.
+    Text is compared after stripping. If the truth is a number, the answer may be any decimal notation of a number within 1e-6 relative,
+    or within the task's absolute `tolerance` (half a unit of the second decimal for totals and averages, so rounded and exact answers
+    both count), as `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal. A missing or very long answer is
+    wrong.
     """
     truth = str(task.data["answer"])
     if episode.answer is None:
         return Score(value=0.0, evidence="no answer was submitted")
     if len(episode.answer) > LONGEST:
-        return Score(value=0.0, evidence=f"answer of {len(episode.answer)} characters is longer than {LONGEST}")
+        return Score(value=0.0, evidence=f"the answer has {len(episode.answer)} characters, more than {LONGEST}")
     right = says(episode.answer, truth, float(task.data.get("tolerance", 0.0)))
     answer = episode.answer.strip()
     return Score(value=float(right), evidence=f"answer {answer[:SHOWN]!r}, truth {truth!r}")

@@ -2,7 +2,7 @@
 
     careful = ToolUse(must=("search",), never=("shell",), at_most={"python": 3}, order=("search", "submit"))      in rewards/mine.py
 
-Calls say nothing of whether the answer is right: this is a part of a rubric, or its gate (`agentrl.reward.rubric`).
+Calls do not show whether the answer is right, so this is a part of a rubric, or a required criterion (`agentrl.reward.rubric`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from agentrl.reward.configured import ConfiguredVerifier
 
 
 class ToolUse(ConfiguredVerifier):
-    """1 when every rule holds, else 0; each rule is a part, and `rules` the share that holds. Settings in `task.data["tool_use"]`.
+    """1 if every rule holds, else 0. Each rule is a part, and `rules` is the share that holds. Settings in `task.data["tool_use"]`.
 
-    A call counts when it was made, in any trajectory of the episode, whatever it gave; with `succeeded`, `must` and `order` count those
-    alone whose result was ok. An episode without any turn, as that of a gold solution in `agentrl check`, has no score.
+    All calls of all trajectories count; with `succeeded`, `must` and `order` count only calls with an ok result. An episode without
+    turns, such as that of a gold solution in `agentrl check`, has no score.
     """
 
     name: ClassVar[str] = "tool_use"
@@ -30,9 +30,9 @@ class ToolUse(ConfiguredVerifier):
     never: tuple[str, ...] = ()
     at_most: dict[str, int] = Field(default_factory=dict)
     calls: int | None = Field(None, ge=0)
-    """Calls of all tools together, at most. None: any number."""
+    """Maximum number of calls of all tools together. None: no limit."""
     order: tuple[str, ...] = ()
-    """The first calls of these tools come in this order, and each is called."""
+    """These tools must all be called, and their first calls must come in this order."""
     succeeded: bool = False
 
     @model_validator(mode="after")
@@ -40,13 +40,14 @@ class ToolUse(ConfiguredVerifier):
         if both := set(self.never) & {*self.must, *self.order}:
             raise ValueError(f"{sorted(both)[0]} must and must not be called")
         if any(most < 0 for most in self.at_most.values()) or len(set(self.order)) < len(self.order):
-            raise ValueError("at_most takes numbers from 0, and order names each tool once")
+            raise ValueError("at_most needs numbers from 0, and order must list each tool once")
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
+        """Scores the tool calls."""
         rules = self.for_task(task)
         if not any(trajectory.turns for trajectory in episode.trajectories):
-            return Score(value=None, reason="the episode has no turns, so nothing is known of its tool calls")
+            return Score(value=None, reason="the episode has no turns, so its tool calls are unknown")
         made = list(_calls(episode, succeeded=False))
         counted = list(_calls(episode, succeeded=True)) if rules.succeeded else made
         times = Counter(made)

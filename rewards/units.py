@@ -1,9 +1,9 @@
-"""Units of measurement: what a text such as "km/h" or "kg m^2/s^2" is worth in SI base units, and which dimension it has.
+"""Units of measurement: the value of a text such as "km/h" or "kg m^2/s^2" in SI base units, and its dimension.
 
-A table that can be read in a minute, not a package: an answer is an agent's text, so what it may mean should be little and known.
-Values are exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959), but for the
-electronvolt's, which is CODATA's exact one of 2018. Two readings differ from the SI: an angle is a dimension of its own, so that 1 rad/s
-is not 1 Hz, and bytes have no prefixes below one, so that dB is no decibyte.
+This is a small table instead of a package, because the text comes from an agent: what it may mean should be limited and known. Values are
+exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959), except the electronvolt's, which is
+CODATA's exact value of 2018. Two readings differ from the SI: an angle is a dimension, so 1 rad/s is not 1 Hz; and bytes have no prefixes
+below one, so dB is not a decibyte.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ ONE = Unit(Fraction(1), (0,) * len(BASE))
 
 
 def unit(text: str) -> Unit | None:
-    """The unit that a text names: products (space, `*` or `.`), one `/`, whole exponents; empty: a plain number.
+    """The unit of a text: products (space, `*` or `.`), one `/`, whole exponents; empty: a plain number.
 
-    Signs that Unicode has twice are one: ohm and omega, kelvin and K, angstrom. None: not known, or worth more or less than any float.
+    Unicode signs with two code points (ohm and omega, kelvin and K, angstrom) are equal. None means unknown, or beyond the range of a
+    float.
     """
     if len(text) > LONGEST:
         return None

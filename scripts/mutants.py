@@ -104,7 +104,7 @@ LAWS = {
             "tests/rollout",
             "tests/base/test_outages.py",
             "tests/agent/test_outage_blame.py",
-            "tests/reward/test_audit.py",
+            "tests/reward/test_combine.py",
             "tests/reward/test_scorer.py",
             "tests/failure/test_rate.py",
             "tests/base/test_error_text.py",

@@ -1,7 +1,7 @@
-"""Decides when two numbers are the same value. All verifiers and triage use this comparison.
+"""Decides whether two numbers are equal up to rounding. All verifiers and triage use this comparison.
 
 A tolerance is for numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different whole
-numbers of any size are never equal within a tolerance.
+numbers are never equal within a tolerance.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from fractions import Fraction
 from functools import lru_cache
 
 LONGEST_NUMBER = 1000  # characters
-LARGEST_EXPONENT = 400  # of ten, either way: beyond every float
-_EXACT_FLOAT = 2.0**53  # from here on every float is whole, whatever it was computed from
+LARGEST_EXPONENT = 400  # of ten, positive or negative: beyond every float
+_EXACT_FLOAT = 2.0**53  # every float from here on is whole, also a rounded one
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,4}))?", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a number in plain ASCII, decimal or scientific; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
+    """The exact value of a decimal or scientific number in ASCII; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     if match is None or (match[1] is not None and abs(int(match[1])) > LARGEST_EXPONENT):
         return None
@@ -26,17 +26,17 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def is_whole(value: Fraction | float) -> bool:
-    """Whether a finite number is whole and known exactly. A float from 2**53 on is not exact: it may be a rounded neighbour."""
+    """Whether a finite number is whole and known exactly. A float from 2**53 on is not exact: it may be rounded."""
     if isinstance(value, float):
         return value.is_integer() and abs(value) < _EXACT_FLOAT
     return value.denominator == 1
 
 
 def same_number(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
-    """Whether two numbers are the same value, up to rounding.
+    """Whether two numbers are equal up to rounding.
 
-    Equal numbers are the same, and two different whole numbers are not. Numbers of which one is whole must differ by at most 0.5. Otherwise
-    `is_near` decides. Infinite numbers equal only themselves, and NaN equals nothing.
+    Two different whole numbers are never equal. If one of the numbers is whole, they must differ by at most 0.5. Otherwise `is_near`
+    decides. Infinite numbers equal only themselves, and NaN equals nothing.
     """
     if given == wanted:
         return True
@@ -49,10 +49,10 @@ def same_number(given: Fraction | float, wanted: Fraction | float, *, relative: 
 
 
 def is_near(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
-    """Whether two finite numbers differ by at most the tolerance, max(relative * |wanted|, absolute).
+    """Whether two finite numbers differ by at most max(relative * |wanted|, absolute).
 
-    No constant may be near all small truths. So 0 and a number of the other sign are never near a truth that is not 0. The absolute
-    tolerance applies to a truth of 0 and to truths that are at least as large as it, and is at most half of the truth.
+    No constant may be near all small truths: 0 and a number of the other sign are never near a truth other than 0. The absolute tolerance
+    applies to a truth of 0 and to truths that are at least as large as it, and is at most half of the truth.
     """
     if given == wanted:
         return True
@@ -60,7 +60,7 @@ def is_near(given: Fraction | float, wanted: Fraction | float, *, relative: floa
         return -absolute <= given <= absolute
     if (given > 0) is not (wanted > 0) or given == 0:
         return False
-    if isinstance(given, float) and isinstance(wanted, float):  # as below, and 20 times faster
+    if isinstance(given, float) and isinstance(wanted, float):  # the same as below, 20 times faster
         return abs(given - wanted) <= max(relative * abs(wanted), min(absolute, abs(wanted) / 2) if absolute <= abs(wanted) else 0.0)
     size, difference = abs(Fraction(wanted)), abs(Fraction(given) - Fraction(wanted))
     allowed = _written(relative) * size

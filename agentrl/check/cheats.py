@@ -1,8 +1,7 @@
-"""Cheats that an agent trained to win might hand in instead of work. `agentrl check` grades each, and it must score 0.
+"""Cheats that a trained agent might submit instead of work. `agentrl check` grades each; it must score 0.
 
-There are three kinds: answers, for tasks judged by what was submitted; and for tasks judged by files, contents of these files, and
-programs that act in the agent's sandbox. A program gets the list OUTPUTS: the paths of the gold
-solution's files.
+There are three kinds: answers, for tasks that grade the submitted answer; and for tasks that grade files, file contents, and programs
+that run in the agent's sandbox. A program gets the list OUTPUTS, the paths of the gold solution's files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The source of a task family, from which it can be opened again with another seed or in another process."""
+"""The source of a task family, from which it can be reopened with another seed or in another process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.task import open_family
 
 Draw = tuple[Split, int]
 """A task by split and index."""
-_PARTED = ("data", "files", "binary_files")  # fields whose parts are compared, and named, one by one
+_PARTED = ("data", "files", "binary_files")  # fields that are compared entry by entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,12 @@ class FamilySource:
 
 
 def draw_name(draw: Draw) -> str:
+    """The draw as text, such as "train 3"."""
     return f"{draw[0]} {draw[1]}"
 
 
 def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
-    """Number of tasks of each split to look at, at most `count`. Raises `ValueError` for an endless split without a count."""
+    """Number of tasks to examine of each split, at most `count`. Raises `ValueError` for an endless split without a count."""
     number: dict[Split, int] = {}
     for split in Split:
         size = family.size(split)
@@ -49,7 +50,7 @@ def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
 
 
 def field_texts(task: Task) -> dict[str, str]:
-    """Name, such as `data.answer`, -> text of every field of a task. Raises `ValueError` naming a field that is not JSON."""
+    """Field (such as `data.answer`) -> text, for all fields of a task. Raises `ValueError` with the field if one is not JSON."""
     return dict(_fields(asdict(task)))
 
 
@@ -66,5 +67,5 @@ def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def digests(task: Task) -> dict[str, tuple[str, str]]:
-    """Field -> hash of its text, and the beginning of the text for display."""
+    """Field -> hash of its text, and the start of the text for display."""
     return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in field_texts(task).items()}

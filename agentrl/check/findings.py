@@ -7,33 +7,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["failure", "warning", "unsafe", "note"]
-"""failure: wrong, exit code 1. warning: wrong unless intended. unsafe: correct, but a policy can learn to cheat.
-note: good to know."""
+"""failure: wrong, exit code 1. warning: wrong unless intended. unsafe: correct, but a policy can learn to cheat. note: information."""
 
-SHOWN = 3  # examples in one finding
+SHOWN = 3  # maximum number of examples in a finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding, about all the tasks that it applies to."""
+    """One finding and all tasks that it applies to."""
 
     severity: Severity
     what: str
-    tasks: tuple[str, ...] = ()  # ids, or split and index of tasks that cannot be made
+    tasks: tuple[str, ...] = ()  # ids, or split and index of tasks that cannot be created
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """A claim, what was looked at to prove it, and the findings."""
+    """A claim, what was examined to prove it, and the findings."""
 
     name: str
     looked_at: str
     findings: tuple[Finding, ...] = ()
-    unproven: tuple[str, ...] = ()  # what could not be looked at
-    table: tuple[tuple[str, ...], ...] = ()  # figures that the report shows, the header first
+    unproven: tuple[str, ...] = ()  # what could not be examined
+    table: tuple[tuple[str, ...], ...] = ()  # figures for the report; the first row is the header
 
     @property
     def ok(self) -> bool:
+        """Whether there is no failure."""
         return all(finding.severity != "failure" for finding in self.findings)
 
 
@@ -43,17 +43,17 @@ def plural(count: int, noun: str) -> str:
 
 
 def join_examples(texts: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few texts, and how many more there are."""
     more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Text in one line of at most `limit` characters."""
+    """The text on one line, shortened to `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def unique(texts: Iterable[str]) -> tuple[str, ...]:
-    """Without duplicates, in order."""
+    """The texts without duplicates, in order."""
     return tuple(dict.fromkeys(texts))

@@ -1,4 +1,4 @@
-"""Odd inputs that a model may write: answers and files for verifiers, arguments for tools."""
+"""Malformed inputs that a model may write: answers and files for verifiers, arguments for tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES: Mapping[str, bytes] = {
 
 
 def arguments(properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Description -> odd arguments of one call, for a tool with these parameters."""
+    """Description -> malformed arguments of one call, for a tool with these parameters."""
     names = list(properties) or ["x"]
     nested: Any = "x"
     for _ in range(60):

@@ -1,39 +1,52 @@
-"""The same seed, split and index give the same task: drawn again, in another order, in another process."""
+"""Checks that the same seed, split and index give the same task: drawn again, in another order, in another process.
+
+`python -m agentrl.check.purity` draws the tasks that it reads from standard input, with another hash seed and in another order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from agentrl.base.processes import import_environment
 from agentrl.check.family_source import Draw, FamilySource, digests, draw_name
 from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
-from agentrl.check.subprocess_draw import draw_in_subprocess
+from agentrl.config.recipe import TasksConfig
+from agentrl.plugins.references import add_project_root
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split
 from agentrl.task import make_task
 
 NAME = "the same seed, split and index give the same task"
-_FAR = tuple(10_007 * number for number in range(1, 9))  # indices drawn from an endless split, besides the first ones
+_FAR = tuple(10_007 * number for number in range(1, 9))  # additional indices drawn from an endless split
 _SEED_TASKS = 8
+TIMEOUT_S = 600.0
 
 Drawn = Mapping[str, tuple[str, str]] | str
 
 
 def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
-    """Draws the tasks three times: in order; backwards, from the same family; and in another process with another hash seed."""
+    """Draws the tasks three times: in order; backwards from the same family; and in another process with another hash seed."""
     family = source.open()
     draws = [(split, index) for split, size in sizes.items() for index in range(size)]
     draws += [(split, index) for split in Split if family.size(split) is None for index in _FAR]
     first = {draw: _drawn(family, draw) for draw in draws}
     again = {draw: _drawn(family, draw) for draw in reversed(draws)}
     try:
-        other = dict(zip(draws, draw_in_subprocess(source, draws), strict=True))
+        other = dict(zip(draws, _draw_in_subprocess(source, draws), strict=True))
     except RuntimeError as error:
         findings = [Finding(severity="failure", what=f"the family cannot be opened in another process: {error}")]
     else:
         findings = _differences(first, other, "in another process, with another hash seed")
     cannot = [draw for draw, one in first.items() if isinstance(one, str)]
     if cannot:
-        what = f"{plural(len(cannot), 'task')} cannot be made: {first[cannot[0]]}"
+        what = f"{plural(len(cannot), 'task')} cannot be created: {first[cannot[0]]}"
         findings.insert(0, Finding(severity="failure", what=what, tasks=tuple(map(draw_name, cannot))))
     findings += _differences(first, again, "drawn again in another order")
     return Proof(
@@ -51,7 +64,7 @@ def _drawn(family: TaskFamily, draw: Draw) -> Drawn:
 
 
 def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how: str) -> list[Finding]:
-    """One finding for all tasks that differ: which fields, and the first of them in both forms."""
+    """One finding for all tasks that differ, with the fields and the first difference."""
     differing: dict[Draw, list[str]] = {}
     for draw, one in first.items():
         other = second[draw]
@@ -86,14 +99,63 @@ def _text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
 
 
 def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:
-    """A note when another seed gives the same training tasks."""
+    """A note if another seed gives the same training tasks."""
     one, other = source.open(), source.open(seed=source.seed + 1)
     known = [size for size in (sizes[Split.TRAIN], other.size(Split.TRAIN), _SEED_TASKS) if size is not None]
     pairs = [(_drawn(one, (Split.TRAIN, index)), _drawn(other, (Split.TRAIN, index))) for index in range(min(known))]
     if not pairs or any(_without_id(first) != _without_id(second) for first, second in pairs):
         return []
-    return [Finding(severity="note", what="another seed gives the same training tasks: the family makes no use of its seed")]
+    return [Finding(severity="note", what="another seed gives the same training tasks: the family does not use its seed")]
 
 
 def _without_id(drawn: Drawn) -> Drawn:
     return drawn if isinstance(drawn, str) else {name: pair for name, pair in drawn.items() if name != "id"}
+
+
+def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
+    """The digests of these tasks, or why one cannot be created, computed in another process.
+
+    Raises `RuntimeError` with the end of the process's output if it cannot open the family.
+    """
+    with tempfile.NamedTemporaryFile(prefix="agentrl-check-") as answer:  # standard output belongs to the family
+        question = {
+            "tasks": source.tasks.model_dump(mode="json"),
+            "seed": source.seed,
+            "root": str(source.root),
+            "draws": draws,
+            "answer": answer.name,
+        }
+        seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+        environment = import_environment(Path(__file__).resolve().parents[2]) | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-m", "agentrl.check.purity"]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(question), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"not finished after {TIMEOUT_S:g} s") from None
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-600:] or f"exit code {done.returncode}")
+        drawn: list[Any] = json.loads(answer.read())
+    return [one if isinstance(one, str) else {name: (pair[0], pair[1]) for name, pair in one.items()} for one in drawn]
+
+
+def main() -> None:
+    """Draws the requested tasks and writes their digests to the answer file."""
+    question = json.load(sys.stdin)
+    root = Path(question["root"])
+    add_project_root(root)
+    source = FamilySource(tasks=TasksConfig.model_validate(question["tasks"]), seed=question["seed"], root=root)
+    family = source.open()
+    draws = [(Split(split), int(index)) for split, index in question["draws"]]
+    drawn: dict[Draw, Any] = {}
+    for split, index in sorted(draws, key=lambda draw: (-draw[1], draw[0])):
+        try:
+            drawn[split, index] = digests(make_task(family, split, index))
+        except Exception as error:  # a family is user code
+            drawn[split, index] = f"{type(error).__name__}: {error}"
+    Path(question["answer"]).write_text(json.dumps([drawn[draw] for draw in draws]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

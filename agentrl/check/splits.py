@@ -1,4 +1,4 @@
-"""No held-out task is a training task under another name, judged by everything that the agent sees."""
+"""Checks that no held-out task equals a training task in everything that the agent sees."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from agentrl.task import make_task
 
 NAME = "no held-out task is a training task"
 SAMPLE = 2000
-"""Tasks that are compared of each endless split."""
+"""Number of tasks to compare of each endless split."""
 DRAW_S = 30.0
-"""Seconds for drawing the tasks of one split; of a slow family fewer are compared."""
+"""Seconds for drawing the tasks of one split; a slow family gets fewer tasks compared."""
 GUESSED = 0.2
-"""Share of tasks with the same right answer from which this is reported."""
+"""Fraction of tasks with the same right answer from which this is reported."""
 
 
 def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
-    """Compares prompt, files, tools, outputs and image of all tasks of a finite split, and of `SAMPLE` or more of an endless one."""
+    """Compares prompt, files, tools, outputs and image of all tasks of a finite split, and of at least `SAMPLE` tasks of an endless one."""
     family = source.open()
     drawn: dict[Split, list[Task]] = {}
     cut: list[str] = []
@@ -50,7 +50,7 @@ def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
 
 
 def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
-    """The tasks that can be made; the proof of purity reports the others."""
+    """The tasks that can be created; the proof of purity reports the others."""
     tasks: list[Task] = []
     started = time.monotonic()
     for index in range(count):

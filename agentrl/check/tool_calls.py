@@ -1,4 +1,4 @@
-"""Tools of a project's own: they load, their schema describes them, and whatever a model passes them gives an outcome."""
+"""Checks user-supplied tools: they load, have a valid schema, and return an outcome for any arguments."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from agentrl.records import Task
 
 NAME = "tools of the project's own answer any call"
 CALL_S = 15.0
-"""Longest that one call may take here, whatever the task allows."""
-_BROKE = "makes its sandbox fail, so that the episode is left out"
+"""Maximum duration of one call in this check, regardless of the task's limit."""
+_BROKE = "makes its sandbox fail, which excludes the episode"
 _TYPES = {"string", "number", "integer", "boolean", "array", "object", "null"}
 
 
 class _Blocked(BaseException):
-    """A tool that holds the event loop: raised in the middle of it."""
+    """Raised inside a tool that blocks the event loop."""
 
 
 async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: ToolSource | None = None) -> Proof:
-    """Calls each tool that a task names by reference, with arguments that no schema allows.
+    """Calls each tool that a task refers to, with arguments that no schema allows.
 
-    Tools of MCP servers too, where the server is in the sandbox; of one outside nobody knows what a call does.
+    Tools of MCP servers are called only if the server runs in the sandbox; a call to another server may have side effects.
     """
     users: dict[str, Task] = {}
     for task in tasks:
@@ -53,11 +53,11 @@ def _clashes(tasks: Sequence[Task], run: ToolSource | None) -> list[Finding]:
     for tools in {task.tools for task in tasks}:
         try:
             names = [one for name in tools for one in load_tools([name], None, run)]
-        except Exception:  # a tool is anybody's code, and one that does not load is told elsewhere
+        except Exception:  # a tool is user code; one that does not load is reported elsewhere
             continue
         clashing += [name for name in dict.fromkeys(names) if names.count(name) > 1]
     return [
-        Finding(severity="failure", what=f"two tools of one task are called {name!r}; the agent has only the last") for name in clashing
+        Finding(severity="failure", what=f"two tools of one task have the name {name!r}; the agent gets only the last") for name in clashing
     ]
 
 
@@ -67,7 +67,7 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: Too
         wrong = {tool.name: _wrong_schema(tool) for tool in tools.values()}
     except (UserError, AttributeError) as error:
         return [Finding(severity="failure", what=f"tool {reference} does not load: {error}")]
-    except (Exception, SystemExit) as error:  # a tool is anybody's code
+    except (Exception, SystemExit) as error:  # a tool is user code
         return [Finding(severity="failure", what=f"tool {reference} does not load: {type(error).__name__}: {error}")]
     try:
         fresh = [await _fresh(kept.kind) for kept in tools.instances.values() for _ in range(2)]
@@ -86,7 +86,7 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: Too
 
 
 async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: Task, sandboxes: SandboxBackend) -> list[Finding]:
-    """One tool: its schema, and how it takes what no schema allows."""
+    """Checks one tool: its schema, and calls with arguments that no schema allows."""
     found = [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong]
     properties = {} if wrong else tool.schema["function"].get("parameters", {}).get("properties", {})
     bad: dict[str, list[str]] = {}
@@ -105,7 +105,7 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
             await sandbox.close()
     for problem, cases in bad.items():
         raises = problem.startswith("raises")
-        more = " (the agent is told of a tool error; say what you expect instead)" if raises else ""
+        more = " (the agent sees only a tool error; return a ToolOutcome that explains the problem)" if raises else ""
         found.append(
             Finding(severity="warning" if raises else "failure", what=f"tool {reference} {problem}, given {join_examples(cases)}{more}")
         )
@@ -113,40 +113,40 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
 
 
 async def _fresh(kind: Any) -> Any:
-    """What tools keep that nobody has called yet; None where they cannot even be opened, which their calls tell."""
+    """The state of a new tool object that was never called; None if it cannot be opened."""
     kept = ToolInstance(kind)
     try:
         await user_code.call_user_code(kept.open, what=f"opening {kept.kind.__name__}", timeout_s=CALL_S)
         return await kept.state(timeout_s=CALL_S)
-    except (Exception, SystemExit):  # a tool is anybody's code
+    except (Exception, SystemExit):  # a tool is user code
         return None
     finally:
         await kept.close(timeout_s=CALL_S)
 
 
 async def _prove_state(reference: str, kept: ToolInstance, fresh: Sequence[Any]) -> list[Finding]:
-    """Whether what the tools keep can be taken and given back, and stays with the episode that has called them."""
+    """Checks that the state of tool objects can be saved and restored, and does not leak into other episodes."""
     try:
         state = await kept.state(timeout_s=CALL_S)
     except ValueError as error:
-        return [Finding(severity="failure", what=f"tool {reference}: {shorten(str(error), 200)}; such an episode is never captured")]
+        return [Finding(severity="failure", what=f"tool {reference}: {shorten(str(error), 200)}; its episodes cannot be captured")]
     found = []
     again = ToolInstance(kept.kind, state, restored=True)
     try:
         await user_code.call_user_code(again.open, what=f"restoring {kept.kind.__name__}", timeout_s=CALL_S)
         if await again.state(timeout_s=CALL_S) != state:
-            found.append("a state that is restored is another one: an episode that goes on has other tools than it had")
-    except (Exception, SystemExit) as error:  # a tool is anybody's code
-        found.append(f"its state is not restored ({shorten(user_code.describe_error(error), 200)})")
+            found.append("its restored state differs from the saved one, so a resumed episode has other tools")
+    except (Exception, SystemExit) as error:  # a tool is user code
+        found.append(f"its state cannot be restored ({shorten(user_code.describe_error(error), 200)})")
     finally:
         await again.close(timeout_s=CALL_S)
     if fresh[0] == fresh[1] != await _fresh(kept.kind):
-        found.append("what one episode tells it is there for the next: keep state in self, made in __init__, not in the class or module")
+        found.append("its state leaks into the next episode: keep state in self, set in __init__, not in the class or module")
     return [Finding(severity="failure", what=f"tool {reference}: {one}") for one in found]
 
 
 def _wrong_schema(tool: Tool) -> list[str]:
-    """What is wrong with a tool besides what it does."""
+    """The problems of a tool's declaration."""
     wrong: list[str] = []
     if not isinstance(tool.name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", tool.name):
         wrong.append(f"its name {tool.name!r} is not 1 to 64 letters, digits, _ and -")
@@ -160,7 +160,7 @@ def _wrong_schema(tool: Tool) -> list[str]:
     if not isinstance(function, Mapping) or tool.schema.get("type") != "function":
         return [*wrong, 'its schema is not {"type": "function", "function": {...}}']
     if not isinstance(function.get("description"), str) or not function["description"].strip():
-        wrong.append("its schema has no description, so the agent is not told what it does")
+        wrong.append("its schema has no description, so the agent does not know what it does")
     return [*wrong, *_wrong_parameters(function.get("parameters", {}))]
 
 
@@ -173,7 +173,7 @@ def _wrong_parameters(parameters: Any) -> list[str]:
     for name, one in parameters["properties"].items():
         kinds = one.get("type", []) if isinstance(one, Mapping) else None
         if kinds is None or not set([kinds] if isinstance(kinds, str) else kinds) <= _TYPES:
-            wrong.append(f"its parameter {name!r} has no type of JSON schema: {shorten(repr(one))}")
+            wrong.append(f"its parameter {name!r} has no type of JSON Schema: {shorten(repr(one))}")
     required = parameters.get("required", [])
     if not isinstance(required, list) or not set(required) <= set(parameters["properties"]):
         wrong.append(f"it requires parameters that it does not have: {shorten(repr(required))}")
@@ -181,18 +181,18 @@ def _wrong_parameters(parameters: Any) -> list[str]:
 
 
 async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, task: Task) -> str:
-    """What is wrong with how a call went; empty when it gave an outcome."""
+    """The problem of a call; empty if it returned an outcome."""
     limit = min(task.limits.tool_timeout_s, CALL_S)
     try:
         with deadline_alarm(limit + 5.0, _Blocked):
             async with asyncio.timeout(limit + 2.0):
                 outcome: Any = await tool(arguments, sandbox, task.limits)
     except _Blocked:
-        return f"holds the whole run for more than {limit + 5.0:g} s (await what waits, or use asyncio.to_thread)"
+        return f"blocks the event loop for more than {limit + 5.0:g} s (await slow operations, or use asyncio.to_thread)"
     except SandboxError as error:
         return f"{_BROKE}: {shorten(str(error), 200)}"
     except TimeoutError:
-        return f"gives no outcome within {limit:g} s"
-    except (Exception, SystemExit) as error:  # a tool is anybody's code
+        return f"returns no outcome within {limit:g} s"
+    except (Exception, SystemExit) as error:  # a tool is user code
         return f"raises {type(error).__name__}"
-    return "" if isinstance(outcome, ToolOutcome) else f"gives {type(outcome).__name__}, not a ToolOutcome"
+    return "" if isinstance(outcome, ToolOutcome) else f"returns {type(outcome).__name__}, not a ToolOutcome"

@@ -1,4 +1,4 @@
-"""Verifiers give a score for anything an agent hands in, and the same score again."""
+"""Checks that verifiers score anything an agent submits, and give the same score again."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from agentrl.base.scores import is_above
 from agentrl.check import malformed
 from agentrl.check.findings import Finding, Proof, join_examples, plural, shorten
+from agentrl.errors import SandboxError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RETRIES = 2
 NAME = "verifiers score anything, and twice alike"
 TASKS = 3
-"""Tasks of each verifier that get odd answers."""
+"""Number of tasks of each verifier that get malformed answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +35,8 @@ class GoldAttempt:
 
 
 async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], scorer: TaskScorer, *, parallel: int) -> Proof:
-    """Scores odd answers for a few tasks of each verifier, and every gold episode (`golden`, by task id) a second time."""
-    scorer = replace(scorer, controls=False)  # a verifier that fails is told, whatever made it fail
+    """Scores malformed answers for a few tasks of each verifier, and every gold episode (`golden`, by task id) a second time."""
+    scorer = replace(scorer, controls=False)  # every failure of a verifier counts, also a provoked one
     chosen: dict[tuple[str, ...], list[Task]] = {}
     for task in tasks:
         some = chosen.setdefault(task.verifiers, [])
@@ -53,26 +59,37 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
     for case, job in odd_ones:
         if problem := _problem(job.result()):
             bad.setdefault(problem, []).append(case)
-    findings = [Finding(severity="failure", what=f"{problem}; handed in: {join_examples(cases)}") for problem, cases in bad.items()]
+    findings = [Finding(severity="failure", what=f"{problem}; submitted: {join_examples(cases)}") for problem, cases in bad.items()]
     pairs = [(task.id, golden[task.id].score, job.result()) for task, job in again]
     verifiers = {name for task in tasks for name in task.verifiers}
     return Proof(
         name=NAME,
-        looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} odd answers, {plural(len(pairs), 'gold episode')} twice",
+        looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} malformed answers, {plural(len(pairs), 'gold episode')} twice",
         findings=(*findings, *_unlike(pairs)),
     )
+
+
+async def retry_sandbox_errors(act: Callable[[], Awaitable[T]]) -> T:
+    """Retries failures of the sandboxes; a persistent one ends the check."""
+    for attempt in range(RETRIES):
+        try:
+            return await act()
+        except SandboxError as error:
+            log.warning("retrying: %s", error)
+            await asyncio.sleep(0.2 * 2**attempt)
+    return await act()
 
 
 @contextlib.asynccontextmanager
 async def quiet_verifier_log() -> AsyncIterator[None]:
     """Suppresses the tracebacks of verifiers that raise, since the finding has the text."""
-    log = logging.getLogger("agentrl.reward")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    scoring_log = logging.getLogger("agentrl.reward")
+    before = scoring_log.level
+    scoring_log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(before)
+        scoring_log.setLevel(before)
 
 
 def _odd_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Episode]]:
@@ -84,7 +101,7 @@ def _odd_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[str, Epi
 
 
 def _problem(score: Score) -> str:
-    """What is wrong with the score of odd work; empty when it is 0."""
+    """What is wrong with the score of malformed work; empty if it is 0."""
     if score.value is None:
         return f"no score: {shorten(score.reason, 300)}"
     if not math.isfinite(score.value):

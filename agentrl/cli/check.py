@@ -20,8 +20,8 @@ from agentrl.errors import UserError
 from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
-    from agentrl.check.check import CheckReport
     from agentrl.check.family_source import FamilySource
+    from agentrl.check.report import CheckReport
 
 BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, all, or module:attr.")]
 ImageFolder = Annotated[str, typer.Option(help="Folder with an image.toml.")]
@@ -41,7 +41,8 @@ def check(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a task family in real sandboxes: gold solutions score 1, cheats score 0, splits do not overlap, answers are hidden."""
-    from agentrl.check.check import check_family, render
+    from agentrl.check.check import check_family
+    from agentrl.check.report import render
     from agentrl.session.judges_alone import standalone_judge_servers
 
     source, config = open_target(target, sandbox, overrides or [])

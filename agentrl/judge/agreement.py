@@ -1,4 +1,4 @@
-"""How far two opinions agree, with 95% intervals that stay honest for few answers and for perfect agreement."""
+"""Statistics of agreement between two raters, with 95% intervals that are valid for few answers and for perfect agreement."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from agentrl.errors import UserError
 from agentrl.judge.calibration import Calibration, IntervalEstimate
 
 _Z = NormalDist().inv_cdf(0.975)
-_DRAWS = 4000  # of a posterior; its quantiles are then known to about a hundredth of the interval's width
+_DRAWS = 4000  # from a posterior; the error of its quantiles is about a hundredth of the interval's width
 _TAIL = 0.025
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementTable:
-    """Two opinions on the same answers. The first one is the label, where one of them is."""
+    """Contingency table of two ratings of the same answers. If one of the ratings is a human label, it comes first."""
 
     right_right: int
     right_wrong: int
@@ -30,6 +30,7 @@ class AgreementTable:
 
     @classmethod
     def from_pairs(cls, pairs: Sequence[tuple[bool, bool]]) -> AgreementTable:
+        """Counts pairs of ratings; True means right."""
         counts = Counter(pairs)
         return cls(
             right_right=counts[True, True],
@@ -40,20 +41,23 @@ class AgreementTable:
 
     @property
     def n(self) -> int:
+        """Number of answers."""
         return self.right_right + self.right_wrong + self.wrong_right + self.wrong_wrong
 
     @property
     def rights(self) -> int:
+        """Number of answers that the first rating calls right."""
         return self.right_right + self.right_wrong
 
     @property
     def wrongs(self) -> int:
+        """Number of answers that the first rating calls wrong."""
         return self.wrong_right + self.wrong_wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesignEffects:
-    """How many answers are worth one independent one, because answers to one task are alike: design effects, 1 or more (Kish 1965)."""
+    """Design effects (Kish 1965): answers per effective answer, 1 or more, because answers to one task are correlated."""
 
     agreement: float = 1.0
     sensitivity: float = 1.0
@@ -62,11 +66,11 @@ class DesignEffects:
 
     @classmethod
     def from_pairs(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
-        """Of opinions as in `AgreementTable.of`, each on an answer to a task."""
+        """Design effects of pairs of ratings (see `AgreementTable.of`), each on an answer to the task in `tasks`."""
         every = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
         groups = [[(task, same) for task, first, same in every if first is label] for label in (True, False)]
         rates = [statistics.fmean(same for _, same in group) if group else 0.0 for group in groups]
-        # Each answer's part in sensitivity + specificity, to the first order.
+        # Each answer's contribution to sensitivity + specificity, to first order.
         parts = [(task, (same - rate) / len(group)) for group, rate in zip(groups, rates, strict=True) for task, same in group]
         alone = sum(rate * (1 - rate) / len(group) for group, rate in zip(groups, rates, strict=True) if group)
         sensitivity, specificity = (design_effect(group) for group in groups)
@@ -79,17 +83,16 @@ class DesignEffects:
 
 
 def design_effect(of: Sequence[tuple[str, float]]) -> float:
-    """The design effect of a share: (task, 1 or 0) of each answer."""
+    """The design effect of a share. `of` holds for each answer its task, and 1 or 0."""
     rate = statistics.fmean(value for _, value in of) if of else 0.0
     return _effect([(task, value - rate) for task, value in of], rate * (1 - rate) * len(of))
 
 
 def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
-    """The variance of a sum of parts whose mean is 0, over `alone`, what it would be if all were independent.
+    """The variance of a sum of terms with mean 0, divided by `alone`, the variance if all terms were independent.
 
-    The variance between tasks is that of the linearized sum (Kish 1965). It is known as well as the number of tasks allows, so that the
-    effect grows by (t / z)^2 (Korn and Graubard 1998). Where no two answers differ nothing is seen of it, and those to one task count once;
-    of a single task nothing is known of others.
+    The variance between tasks is that of the linearised sum (Kish 1965). Its uncertainty for few tasks raises the effect by (t / z)^2
+    (Korn and Graubard 1998). If no two answers differ, the effect cannot be observed, and the answers to one task count once.
     """
     sums: dict[str, float] = {}
     for task, part in parts:
@@ -104,28 +107,29 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
 
 
 def share(part: int, of: int, *, effect: float = 1.0) -> IntervalEstimate:
-    """A share with Wilson's interval. `effect`: how many of them are worth one (`DesignEffects`)."""
+    """A share with Wilson's interval. `effect`: design effect."""
     low, high = wilson_interval(part / of, of / effect)
     return IntervalEstimate(value=part / of, low=low, high=high, n=of)
 
 
 def agreement(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
+    """The share of answers with equal ratings."""
     return share(table.right_right + table.wrong_wrong, table.n, effect=effect)
 
 
 def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
-    """Cohen's kappa (Cohen 1960): agreement beyond that of chance, 1 at most, 0 for chance.
+    """Cohen's kappa (Cohen 1960): agreement beyond chance, at most 1; 0 is chance.
 
-    The interval is the central 95% of its posterior, by 4,000 seeded draws of the four shares from a Dirichlet distribution with
-    Jeffreys' prior of 1/2; unlike the usual one of the delta method it has a width where agreement is perfect. Counts are divided by
-    `effect`, that of agreement.
+    The interval is the central 95% of the posterior, from 4,000 seeded draws of the four shares from a Dirichlet distribution with
+    Jeffreys' prior of 1/2. Unlike the interval of the delta method, it has a width for perfect agreement. Counts are divided by `effect`,
+    the design effect of agreement.
 
-    Raises `ValueError` where both say the same of everything: there is no chance to compare with.
+    Raises `ValueError` if both raters give the same rating to every answer.
     """
     cells = (table.right_right, table.right_wrong, table.wrong_right, table.wrong_wrong)
     value = _kappa(cells)
     if value is None:
-        raise ValueError("both give one verdict on everything")
+        raise ValueError("both raters give every answer the same rating")
     draw = random.Random(0)
     drawn = []
     for _ in range(_DRAWS):
@@ -138,9 +142,9 @@ def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
 
 
 def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
-    """Sensitivity + specificity - 1 (Youden 1950): 0 for any judge that does not look at the answer.
+    """Sensitivity + specificity - 1 (Youden 1950): 0 for a judge that ignores the answer.
 
-    The interval puts those of the two shares together (Newcombe 1998, the hybrid score method).
+    The interval combines those of the two shares (Newcombe 1998, hybrid score method).
     """
     sensitivity = share(table.right_right, table.rights, effect=effect)
     specificity = share(table.wrong_wrong, table.wrongs, effect=effect)
@@ -151,22 +155,24 @@ def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstim
 
 
 def corrected_rate(passed: int, total: int, calibration: Calibration) -> IntervalEstimate:
-    """The true success rate behind one that a judge gives (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
+    """The true success rate behind a judge's rate (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
 
-    The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113): the delta method on counts to which a few
-    are added; it knows how uncertain rate, sensitivity and specificity are. It holds where the judge errs on these answers as it does
-    on the labelled ones: labels of another family or of a much weaker policy say little.
+    The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113), the delta method on adjusted counts; it
+    includes the uncertainty of rate, sensitivity and specificity. It is valid if the judge errs on these answers as on the labelled ones,
+    so labels of another family or of a much weaker policy say little.
 
     Args:
-        passed: answers that the judge calls right, of `total` that it gave a verdict on.
+        passed: answers that the judge calls right, of `total` with a verdict.
 
     Raises:
-        UserError: the judge is not shown to be better than chance, so that nothing can be inferred.
+        UserError: the judge may be no better than chance, so nothing can be inferred.
     """
     if not 0 <= passed <= total or total == 0:
-        raise UserError(f"{passed} of {total} is no rate", fix="give how many passed, and how many were judged")
+        raise UserError(f"{passed} of {total} is not a rate", fix="give the number of passed answers and the number of judged answers")
     if calibration.may_be_chance:
-        raise UserError(f"judge {calibration.judge} is not shown to be better than chance: its rates say nothing", fix="use another judge")
+        raise UserError(
+            f"judge {calibration.judge} may be no better than chance, so its rates cannot be corrected", fix="use another judge"
+        )
     se, sp, rights, wrongs = _added(calibration)
     rate = (passed + _Z**2 / 2) / (total + _Z**2)
     informed = se + sp - 1
@@ -182,7 +188,7 @@ def corrected_rate(passed: int, total: int, calibration: Calibration) -> Interva
 
 
 def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequence[bool]) -> IntervalEstimate | None:
-    """Pearson's correlation within the groups, with Fisher's interval; None for fewer than 10 points, or without any spread."""
+    """Pearson's correlation within the groups, with Fisher's interval; None for fewer than 10 points or without any spread."""
     centred: list[tuple[float, float]] = []
     for group in (True, False):
         inside = [(x, y) for x, y, one in zip(xs, ys, groups, strict=True) if one is group]
@@ -193,20 +199,20 @@ def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequen
     if len(centred) < 10 or spread < 1e-12:
         return None
     value = max(-0.999999, min(0.999999, math.fsum(x * y for x, y in centred) / spread))
-    half = _Z / math.sqrt(len(centred) - 4)  # one more than for a plain correlation: the groups' means were fitted
+    half = _Z / math.sqrt(len(centred) - 4)  # one more than for a plain correlation, for the groups' means
     return IntervalEstimate(value=value, low=math.tanh(math.atanh(value) - half), high=math.tanh(math.atanh(value) + half), n=len(centred))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """Answers whose scores lie together: what they were on average, and how many of them are right."""
+    """Answers with similar scores: their mean score, and the share that is right."""
 
     score: float
     right: IntervalEstimate
 
 
 def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 10) -> tuple[Bin, ...]:
-    """The reliability curve: a bin for each score where there are at most `most` different ones, else bins of equal width."""
+    """The reliability curve: one bin for each score if there are at most `most` different ones, else bins of equal width."""
     different = sorted(set(scores))
     low, high = different[0], different[-1]
 
@@ -223,7 +229,7 @@ def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """The mean distance between score and share of right answers over all answers (Naeini et al. 2015), for scores from 0 to 1."""
+    """The mean distance between score and share of right answers, over all answers (Naeini et al. 2015), for scores from 0 to 1."""
     return sum(one.right.n * abs(one.score - one.right.value) for one in bins) / sum(one.right.n for one in bins)
 
 
@@ -236,7 +242,7 @@ def _kappa(cells: Sequence[float]) -> float | None:
 
 
 def _added(calibration: Calibration) -> tuple[float, float, float, float]:
-    """Sensitivity and specificity with one success and one failure added, and of how many they are then."""
+    """Sensitivity and specificity with one success and one failure added, and the adjusted numbers of right and wrong answers."""
     worth = 1 / calibration.design_effect
     rights = (calibration.right_right + calibration.right_wrong) * worth + 2
     wrongs = (calibration.wrong_right + calibration.wrong_wrong) * worth + 2

@@ -1,4 +1,4 @@
-"""How long to wait before a server is asked again: what its headers say, or longer each time. And the clock that is waited by."""
+"""Back-off: how long to wait before a server is called again, and the clock that measures it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 TRANSIENT = frozenset({408, 409, 425, 429, *range(500, 600)})
-"""Statuses after which the same request may well succeed. 529 is what some servers say when they are overloaded."""
+"""HTTP statuses after which the same request may succeed. Some servers send 529 when they are overloaded."""
 
 _FIRST_S = 1.0
-_LEAST_S = 0.25  # minimum wait after a second refusal in a row, even if the server requests less
-_LONGEST_S = 60.0  # of a wait that the server did not ask for
+_LEAST_S = 0.25  # minimum wait after a second consecutive rejection, even if the server requests less
+_LONGEST_S = 60.0  # maximum wait that the server did not request
 PROBE_S = 60.0
-"""Seconds after which one question checks whether the server is back, if the server requested a wait longer than `patience_s`."""
-_SPREAD = 0.1  # of a wait that the server asked for: callers come back one after another, and none too early
+"""Seconds after which one query probes the server, if the server requested a wait longer than `patience_s`."""
+_SPREAD = 0.1  # random fraction added to a requested wait, so that callers do not return at the same time
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|s|m|h|d))+")
 _PIECE = re.compile(r"([0-9.]+)(ms|s|m|h|d)")
@@ -28,36 +28,43 @@ _NUMBER = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,9})?")
 
 
 class Clock(Protocol):
-    """What time it is, and waiting. Tests bring one that does not wait."""
+    """Time and waiting. Tests use a fake one."""
 
-    def monotonic(self) -> float: ...
+    def monotonic(self) -> float:
+        """Seconds of a monotonic clock."""
+        ...
 
     def time(self) -> float:
         """Seconds since 1970."""
         ...
 
-    async def sleep(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SystemClock:
-    """The machine's own."""
+    """The system clock."""
 
     def monotonic(self) -> float:
+        """Seconds of a monotonic clock."""
         return time.monotonic()
 
     def time(self) -> float:
+        """Seconds since 1970."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
+        """Waits."""
         await asyncio.sleep(seconds)
 
 
 def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
-    """Seconds that a server asks to wait; None when its headers do not say, or say nothing that can be read.
+    """Seconds that a server asks to wait; None if its headers contain no valid wait.
 
-    `retry-after-ms` goes before `retry-after` (seconds, or a date as in RFC 9110), and both before `x-ratelimit-reset-*`: the longest
-    of those whose `x-ratelimit-remaining-*` is not above 0.
+    The first of these counts: `retry-after-ms`; `retry-after` (seconds, or a date as in RFC 9110); the longest `x-ratelimit-reset-*`
+    whose `x-ratelimit-remaining-*` is 0 or missing.
 
     Args:
         headers: by lower-case name.
@@ -77,13 +84,14 @@ def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
 
 
 def backoff_s(tries: int, asked: float | None, *, refused: int = 1, luck: float | None = None) -> float:
-    """Seconds to wait after so many tries (from 1): at least what was asked for, else 1, 2, 4, ... up to 60, less up to half of it.
+    """Seconds to wait after `tries` attempts (from 1): at least the requested wait, else 1, 2, 4, ... up to 60, minus up to half of it.
 
-    If a server requests no wait, or one that lies in the past, and refuses again, the wait is at least 0.25, 0.5, 1, ... up to 60 seconds.
+    If a server requests no wait, or one in the past, and rejects again, the wait is at least 0.25, 0.5, 1, ... up to 60 seconds.
 
     Args:
-        refused: rounds of requests in a row that the server has refused, this one included.
-        luck: from 0 to 1, in place of a random number.
+        asked: the wait that the server requested.
+        refused: number of consecutive rejected rounds of requests, including this one.
+        luck: from 0 to 1, replaces the random number.
     """
     luck = random.random() if luck is None else luck
     if asked is not None:

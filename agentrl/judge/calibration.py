@@ -1,4 +1,4 @@
-"""A judge's calibration: what it was measured at, in a file that a judge may demand of itself. `agentrl judge calibrate` writes it."""
+"""Calibration files: how well a judge agrees with human labels. `agentrl judge calibrate` writes them, and a judge may require one."""
 
 from __future__ import annotations
 
@@ -30,38 +30,36 @@ class IntervalEstimate:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.value) and self.low <= self.value <= self.high):
-            raise ValueError(f"{self.value} does not lie between {self.low} and {self.high}")
+            raise ValueError(f"{self.value} is not between {self.low} and {self.high}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How well a judge agrees with people's labels, over the answers that it gave a verdict on."""
+    """How well a judge agrees with human labels, over the answers that it gave a verdict on."""
 
-    identity: str  # of the judge: a hash of model, parameters and prompt; empty for a verifier that has none
-    judge: str  # the reference that was measured
+    identity: str  # hash of the judge's model, parameters and prompt; empty for a verifier without one
+    judge: str  # plug-in reference of the judge
     labels_sha256: str
-    threshold: float  # a score of at least this says "right"
-    right_right: int  # labelled right, and the judge says so
-    right_wrong: int  # labelled right, and the judge says wrong
+    threshold: float  # a score of at least this means "right"
+    right_right: int  # labelled right, judged right
+    right_wrong: int  # labelled right, judged wrong
     wrong_right: int
     wrong_wrong: int
-    abstained: int  # without a verdict, for whatever reason
-    tasks: int  # that the answers belong to
+    abstained: int  # answers without a verdict, for any reason
+    tasks: int  # number of tasks that the answers belong to
     agreement: IntervalEstimate
     kappa: IntervalEstimate
-    sensitivity: IntervalEstimate  # share of the right ones that it calls right
-    specificity: IntervalEstimate  # share of the wrong ones that it calls wrong
+    sensitivity: IntervalEstimate  # share of right answers that are judged right
+    specificity: IntervalEstimate  # share of wrong answers that are judged wrong
     informedness: IntervalEstimate  # sensitivity + specificity - 1 (Youden 1950): 0 is chance
     measured_at: str  # UTC
-    coverage: IntervalEstimate | None = (
-        None  # share of the answers that it gave a verdict on; None: measured by a version that did not tell
-    )
-    design_effect: float = 1.0  # answers that are worth one, because those to one task are alike; of informedness
+    coverage: IntervalEstimate | None = None  # share of answers with a verdict; None in files of older versions
+    design_effect: float = 1.0  # of informedness: answers per effective answer, since answers to one task are correlated
     format: int = FORMAT
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ValueError(f"format {self.format} is not known; this version reads {FORMAT}")
+            raise ValueError(f"unknown format {self.format}; this version reads {FORMAT}")
         if min(self.right_right, self.right_wrong, self.wrong_right, self.wrong_wrong, self.abstained) < 0:
             raise ValueError("negative counts")
         if not 1 <= self.design_effect < math.inf:
@@ -69,7 +67,7 @@ class Calibration:
 
     @property
     def may_be_chance(self) -> bool:
-        """Whether the judge may be no better than a coin, whatever the coin's bias: its informedness may be 0 or less."""
+        """Whether the judge may be no better than chance: the interval of its informedness includes 0 or less."""
         return self.informedness.low <= 0
 
 
@@ -77,13 +75,13 @@ _ADAPTER = TypeAdapter(Calibration)
 
 
 def save_calibration(path: Path, calibration: Calibration, more: dict[str, Any] | None = None) -> None:
-    """Writes the file that judges refer to; `more` is what is told beside it, for people and programs."""
+    """Writes the calibration file. `more` is added as a report for people and programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps({**asdict(calibration), **({"more": more} if more else {})}, indent=1) + "\n", durable=True)
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Reads a calibration. Raises `UserError` when there is none, or the file is something else."""
+    """Reads a calibration file. Raises `UserError` if it is missing or invalid."""
     fix = f"agentrl judge calibrate JUDGE LABELS --out {path}"
     try:
         return _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
@@ -98,37 +96,37 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def validate_requirements(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:
-    """Raises `UserError` for demands that nothing could meet, or that nothing is held to."""
+    """Raises `UserError` for requirements that no calibration can meet, or that have no calibration to check."""
     for key, demanded in (("min_agreement", min_agreement), ("min_coverage", min_coverage)):
         if not 0.0 <= demanded < 1.0:
-            raise UserError(f"{key} lies between 0 and 1, got {demanded}", fix="such as 0.8")
+            raise UserError(f"{key} must be at least 0 and below 1, got {demanded}", fix="use a value such as 0.8")
         if demanded and calibration is None:
-            raise UserError(f"{key} without a calibration does nothing", fix='name the file: calibration="calibrations/x.json"')
+            raise UserError(f"{key} has no effect without a calibration", fix='set calibration="calibrations/x.json"')
 
 
 def require_calibration(path: Path, *, identity: str, name: str, min_agreement: float, min_coverage: float) -> None:
-    """Raises `UserError` unless the calibration in `path` is this judge's, better than chance, and good enough.
+    """Raises `UserError` unless the calibration in `path` belongs to this judge, is better than chance, and meets the requirements.
 
-    Good enough means that the lower end of the interval of agreement is at least `min_agreement`: few labels are not enough. So is that of
-    coverage at least `min_coverage`: a judge that abstains wherever it is hard agrees with everybody on the rest.
+    The lower ends of the intervals of agreement and coverage must be at least `min_agreement` and `min_coverage`, so a few labels are not
+    enough. A judge that abstains on hard answers would otherwise agree with people on the rest.
     """
     found, again = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
     if found.identity != identity:
-        raise UserError(f"judge {name}: the calibration {path} is of another model, prompt or setting", fix=again)
+        raise UserError(f"judge {name}: the calibration {path} belongs to another model, prompt or setting", fix=again)
     if found.may_be_chance:
         told = f"sensitivity + specificity - 1 is {_told(found.informedness)}"
         raise UserError(f"judge {name} is not shown to be better than chance: {told} ({path})", fix="use another model or prompt")
     if found.agreement.low < min_agreement:
         raise UserError(
-            f"judge {name} agrees with people's labels in {_told(found.agreement)}, and at least {min_agreement:g} is demanded ({path})",
-            fix="improve the prompt, use another model, or, where the interval is wide, label more answers",
+            f"judge {name} agrees with human labels in {_told(found.agreement)}, but {min_agreement:g} is required ({path})",
+            fix="improve the prompt, use another model, or label more answers if the interval is wide",
         )
     if min_coverage and found.coverage is None:
-        raise UserError(f"judge {name}: the calibration {path} does not tell how often it gave a verdict", fix=again)
+        raise UserError(f"judge {name}: the calibration {path} has no coverage", fix=again)
     if found.coverage is not None and found.coverage.low < min_coverage:
         raise UserError(
-            f"judge {name} gives a verdict on {_told(found.coverage)}, and at least {min_coverage:g} is demanded ({path})",
-            fix="look at why it gave none (agentrl judge calibrate tells), or, where the interval is wide, label more answers",
+            f"judge {name} gives a verdict on {_told(found.coverage)}, but {min_coverage:g} is required ({path})",
+            fix="see why it gave none (agentrl judge calibrate prints it), or label more answers if the interval is wide",
         )
 
 

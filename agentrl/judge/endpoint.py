@@ -1,4 +1,4 @@
-"""An OpenAI-compatible chat endpoint: one question, one bounded answer. A server that is down or busy is waited for, within a patience."""
+"""Client of an OpenAI-compatible chat endpoint: one query, one bounded answer. A busy server is retried within `patience_s`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -28,88 +28,89 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EXCERPT = 300  # characters of a refusal that are quoted
+_EXCERPT = 300  # characters of an error response that messages quote
 _LONGEST_KEY = 8192
-_SHORTEST_HIDDEN = 16  # characters of a header's value that is hidden in answers; shorter ones may be words
+_SHORTEST_HIDDEN = 16  # shorter header values may be ordinary text and are not redacted in answers
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CHARS_PER_TOKEN = 3  # where a server does not count: rather too many tokens than too few
-_MOST_TOKENS = 1 << 31  # that are believed of one answer
-_OWN_S = 1.0  # before a server that the run starts is looked for again
+CHARS_PER_TOKEN = 3  # estimate if the server does not count; rather too many tokens than too few
+_MOST_TOKENS = 1 << 31  # larger counts of an answer are not credible
+_OWN_S = 1.0  # wait for a server of this run that is starting
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
 _PROMPT_REFUSED = (400, 413, 422)
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
 _OWN_HEADERS = ("accept-encoding", "authorization", "connection", "content-length", "content-type", "host", "transfer-encoding")
 _OVERLOADED = re.compile(r"rate.?limit|overload|too.many|unavailable|time[ds]?.?out|server.?error|internal", re.IGNORECASE)
-_MOST_PIECES = 4096  # small pieces of an answer
-_FULL_PIECE = 64  # bytes of a piece that is not small
+_MOST_PIECES = 4096  # maximum number of small pieces of an answer
+_FULL_PIECE = 64  # a piece of fewer bytes is small
 _PIECES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a million tokens cost, in one currency: `Prices(prompt=0.4, completion=1.6)`."""
+    """Prices per million tokens, in one currency: `Prices(prompt=0.4, completion=1.6)`."""
 
     prompt: float = 0.0
     completion: float = 0.0
 
     def __post_init__(self) -> None:
         if not (0 <= self.prompt < math.inf and 0 <= self.completion < math.inf):
-            raise UserError(f"prices are numbers from 0, got {self.prompt} and {self.completion}", fix="give them a million tokens")
+            raise UserError(f"prices must be at least 0, got {self.prompt} and {self.completion}", fix="set prices per million tokens")
 
     def of(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """The price of an answer."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an endpoint said, and what it cost. `problem` says why `text` cannot be a verdict; empty: it may be one."""
+    """An endpoint's answer and its cost. `problem` says why `text` cannot be a verdict; empty means that it may be one."""
 
     text: str
     problem: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    counted: bool = True  # by the server; False: estimated from the number of characters
+    counted: bool = True  # False: the tokens are estimated from the number of characters
     tries: int = 1
-    separate_reasoning: bool = False  # whether the server returned the model's reasoning separately from `text`
+    separate_reasoning: bool = False  # whether the server returned the model's reasoning separately
 
 
 @dataclass(slots=True)
 class _Wire:
-    """The connections of one event loop, and until when the server wants to be left alone."""
+    """Connections of one event loop, and the pause that the server requested."""
 
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
-    resume_at: float = 0.0  # of the clock
-    refused: int = 0  # number of refused rounds of requests in a row
-    probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the only question that may ask a server that is down
+    resume_at: float = 0.0  # end of the pause, in the clock's monotonic time
+    refused: int = 0  # number of consecutive rejected rounds of requests
+    probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the only query that may call a server that is down
 
     @property
     def down(self) -> bool:
-        """Whether the last requests were refused."""
+        """Whether the last requests were rejected."""
         return self.refused > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Endpoint:
-    """Where a judge model answers: `Endpoint(url="http://127.0.0.1:8000/v1", model="qwen3-8b")`.
+    """The address and settings of a judge model: `Endpoint(url="http://127.0.0.1:8000/v1", model="qwen3-8b")`.
 
-    Several judges may share one: then they share its connections and its pauses.
+    Judges that share an endpoint share its connections and its pauses.
     """
 
-    url: str | Callable[[], str]  # up to and without /chat/completions; a function is asked before each request, for a server of the run
+    url: str | Callable[[], str]  # without /chat/completions; a function, for a server of the run, is called before each request
     model: str
-    key_env: str = ""  # environment variable that holds the key, read before each request; empty: the server wants none
-    revision: str = ""  # what tells weights of one name apart: a judge with another one has to be calibrated again
-    temperature: float | None = 0.0  # None: the server's own
+    key_env: str = ""  # environment variable with the API key, read before each request; empty: no key
+    revision: str = ""  # distinguishes weights with the same model name; part of the judge's identity
+    temperature: float | None = 0.0  # None: the server's default
     max_tokens: int = 1024
-    tokens_name: str = "max_tokens"  # some servers call it max_completion_tokens
+    tokens_name: str = "max_tokens"  # key of the request; some servers call it max_completion_tokens
     seed: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # further keys of the request, such as {"reasoning_effort": "low"}
+    options: Mapping[str, Any] = field(default_factory=dict)  # additional keys of the request, such as {"reasoning_effort": "low"}
     headers: Mapping[str, str] = field(default_factory=dict)  # additional headers, each by reference: {"api-key": "env:THEIR_KEY"}
-    structured: Literal["auto", "always", "never"] = "auto"  # whether to ask for a JSON schema; auto: as long as the server takes it
-    timeout_s: float = 120.0  # of one request
-    patience_s: float = 1800.0  # of one question, waiting and all requests included
-    max_bytes: int = 1 << 20  # of one answer
+    structured: Literal["auto", "always", "never"] = "auto"  # whether to send a JSON schema; auto: until the server rejects it
+    timeout_s: float = 120.0  # for one request
+    patience_s: float = 1800.0  # for one query, including waits and all requests
+    max_bytes: int = 1 << 20  # maximum size of one answer
     concurrency: int = 16
     prices: Prices = field(default_factory=Prices)
     clock: Clock = field(default_factory=SystemClock, repr=False)
@@ -120,217 +121,181 @@ class Endpoint:
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
             validate_url(self.url)
-        if found := next(secrets.literal_secret_errors(dict(self.options), "Endpoint.options"), ""):
-            raise UserError(found, fix="name the variable that holds the key with Endpoint.key_env")
-        for name, where in self.headers.items():
-            if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(where):
+        if error := next(secrets.literal_secret_errors(dict(self.options), "Endpoint.options"), ""):
+            raise UserError(error, fix="set Endpoint.key_env to the environment variable that holds the key")
+        for name, reference in self.headers.items():
+            if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(reference):
                 raise UserError(
                     f"Endpoint.headers: {printable(name, 80)!r} is not an additional header with a reference as its value",
                     fix='write it as {"api-key": "env:THEIR_KEY"} or with "file:/run/secrets/key"; use Endpoint.key_env for a bearer token',
                 )
         if not self.model:
-            raise UserError("a judge's endpoint needs the name of a model", fix='Endpoint(url=..., model="...")')
+            raise UserError("a judge's endpoint needs a model name", fix='write Endpoint(url=..., model="...")')
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
             if not getattr(self, name) > 0:
-                raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="give a larger number")
-        fix = "check the endpoint; requests to it are repeated on new connections until patience_s has passed"
+                raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="use a larger number")
+        fix = "check the endpoint; its requests are retried on new connections until patience_s has passed"
         object.__setattr__(self, "_live", AnswerLiveness(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
-        """What decides about its answers, and nothing else: not where the server is, nor how long it is waited for.
-
-        The weights of a server that the run starts are known, and so they are part of it.
-        """
+        """The settings that determine its answers: not the server's address, nor timeouts. Includes the weights of a server of this run."""
         weights = {"weights": self.url.weights} if isinstance(self.url, ServedUrl) else {}
-        return weights | {
-            "model": self.model,
-            "revision": self.revision,
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "options": dict(self.options),
-            "structured": self.structured,
-        }
+        names = ("model", "revision", "temperature", "max_tokens", "seed", "structured")
+        return weights | {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, schema: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None
     ) -> Reply:
-        """The model's answer, readable or not. `more`: further keys of this request; they count before `options`.
+        """Returns the model's answer, readable or not. `more`: additional keys of this request; they take precedence over `options`.
 
-        Busy and broken servers are asked again after the wait that their headers ask for: 408, 425, 429, 5xx, such an error in a 200, no
-        connection, no answer in time, an answer that breaks off. All questions of an endpoint wait together, and then one of them looks
-        whether the server is back. A wait that is asked for and longer than the patience ends the question that got it, and is no longer
-        than `PROBE_S` for the others.
+        Failed requests are retried after the wait that the server requests: 408, 425, 429, 5xx, such an error in a 200, a failed
+        connection, a timeout, a truncated response. All queries of an endpoint wait together, and then one of them probes the server. A
+        requested wait that exceeds `patience_s` fails the query that received it; the others wait at most `PROBE_S`.
 
         Raises:
-            JudgeError: nothing came within `patience_s`, or the server refuses such requests.
+            JudgeError: there was no answer within `patience_s`, or the server rejects such requests.
         """
-        with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # a server of the run has its own watch
-            return await self._answer(messages, schema, more or {})
+        with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # servers of the run are monitored elsewhere
+            schema = None if self.structured == "never" or self._takes_no_schema else schema
+            until = self.clock.monotonic() + self.patience_s
+            return await self._answer(_PendingQuery(messages=messages, more=more or {}, schema=schema, until=until))
 
-    async def _answer(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Reply:
-        wire, began = self._wire(), self.clock.monotonic()
-        trying = _Trying(schema=None if self.structured == "never" or self._takes_no_schema else schema)
+    async def _answer(self, query: _PendingQuery) -> Reply:
+        wire = self._wire()
         while True:
-            left = self.patience_s - (self.clock.monotonic() - began)
+            left = query.until - self.clock.monotonic()
             pause = wire.resume_at - self.clock.monotonic()
             if left <= 0 or pause >= left:
-                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{trying.why and ': ' + trying.why}")
-            got = None
+                raise self._overdue(query)
+            reply = None
             if pause > 0:
                 await self.clock.sleep(pause)
             elif not wire.down:
-                got = await self._try(wire, trying, messages, more, left=left)
+                reply = await self._try(wire, query)
             elif await _acquired(wire.probe, left):
                 try:
-                    left = self.patience_s - (self.clock.monotonic() - began)
-                    if wire.down and left > 0 and wire.resume_at <= self.clock.monotonic():  # no other question has checked meanwhile
-                        got = await self._try(wire, trying, messages, more, left=left, probing=True)
+                    # no other query has probed meanwhile
+                    if wire.down and query.until > self.clock.monotonic() >= wire.resume_at:
+                        reply = await self._try(wire, query, probing=True)
                 finally:
                     wire.probe.release()
-            if got is not None:
-                return got
+            if reply is not None:
+                return reply
 
-    async def _try(
-        self,
-        wire: _Wire,
-        trying: _Trying,
-        messages: Sequence[Mapping[str, Any]],
-        more: Mapping[str, Any],
-        *,
-        left: float,
-        probing: bool = False,
-    ) -> Reply | None:
-        """Sends one request. Returns None if it should be repeated. Raises `JudgeError` as `ask`.
+    async def _try(self, wire: _Wire, query: _PendingQuery, *, probing: bool = False) -> Reply | None:
+        """Sends one request. Returns None if it should be retried. Raises `JudgeError` as `ask`.
 
         Args:
-            probing: the server is down, and this is the question that checks whether it is back.
+            probing: the server is down, and this is the query that probes it.
         """
+        left = query.until - self.clock.monotonic()
         async with wire.slots:
-            if wire.down and not probing:  # the server went down while this question waited for its slot
+            if wire.down and not probing:  # the server went down while this query waited for its slot
                 return None
-            trying.tries += 1
-            round_ = wire.refused
-            body = self._body(messages, trying.schema, more)
-            asked = self.clock.monotonic()
-            got = await self._once(wire, body, messages, trying.schema, limit_s=min(self.timeout_s, left))
-        if not isinstance(got, _Later):
-            self._live.answered(self.clock.monotonic() - asked)
-        if isinstance(got, _Later):
-            trying.why = got.why
-            self._pause(wire, trying.tries, got, first=round_ == wire.refused)
-            if (got.wait_s or 0.0) >= left:
-                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s: {got.why}")
+            query.tries += 1
+            rejections, started = wire.refused, self.clock.monotonic()
+            result = await self._send(wire, query, limit_s=min(self.timeout_s, left))
+        if isinstance(result, _Later) and not result.without_schema:
+            query.why = result.why
+            self._pause(wire, query.tries, result, first=rejections == wire.refused)
+            if (result.wait_s or 0.0) >= left:
+                raise self._overdue(query)
             return None
-        if isinstance(got, _NoSchema):
-            trying.schema, trying.refused = None, got.why
+        self._live.answered(self.clock.monotonic() - started)
+        if isinstance(result, _Later):
+            query.schema, query.refused = None, result.why
             return None
-        self._learn(wire, trying.refused)
-        return replace(got, tries=trying.tries)
+        if query.refused and not self._takes_no_schema:
+            self._takes_no_schema.append(query.refused)
+            log.warning("%s rejects JSON schemas (%s); its answers are parsed without one", self._where(), query.refused)
+        if wire.down:
+            wire.refused = 0
+            log.warning("%s answers again", self._where())
+        return replace(result, tries=query.tries)
+
+    def _overdue(self, query: _PendingQuery) -> JudgeError:
+        return JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{query.why and ': ' + query.why}")
 
     async def close(self) -> None:
-        """Closes the connections of this event loop; the next question opens new ones."""
+        """Closes the connections of this event loop; the next query opens new ones."""
         wire = self._wires.pop(asyncio.get_running_loop(), None)
         if wire is not None:
             await wire.http.aclose()
 
-    def _learn(self, wire: _Wire, refused: str) -> None:
-        """What an answer shows: that the server is back, or that it answers once it is asked for no schema."""
-        if refused and not self._takes_no_schema:
-            self._takes_no_schema.append(refused)
-            log.warning("%s takes no JSON schema (%s); its answers are parsed as they come", self._where(), refused)
-        if wire.down:
-            wire.refused = 0
-            log.warning("%s answers again", self._where())
-
-    def _pause(self, wire: _Wire, tries: int, got: _Later, *, first: bool) -> None:
-        """Delays all questions. `first`: whether this is the first refusal among the concurrent requests."""
-        fresh = not wire.down
+    def _pause(self, wire: _Wire, tries: int, later: _Later, *, first: bool) -> None:
+        """Delays all queries. `first`: whether this is the first rejection among the concurrent requests."""
+        was_down = wire.down
         wire.refused += first
-        seconds = backoff_s(tries, got.wait_s, refused=wire.refused if got.asked else 1)
-        if seconds > self.patience_s:  # the header requests more than any question waits
+        seconds = backoff_s(tries, later.wait_s, refused=wire.refused if later.asked else 1)
+        if seconds > self.patience_s:  # no query waits as long as the header requests
             seconds = min(PROBE_S, self.patience_s)
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
-        if fresh:
-            log.warning("%s: %s; next request in %.1f s", self._where(), got.why, seconds)
+        if not was_down:
+            log.warning("%s: %s; next request in %.1f s", self._where(), later.why, seconds)
 
     def _wire(self) -> _Wire:
-        import httpx  # half a second that a recipe's loading does without
+        import httpx  # takes half a second, which loading a recipe avoids
 
         loop = asyncio.get_running_loop()
-        for other in [one for one in self._wires if one.is_closed()]:
+        for other in [known for known in self._wires if known.is_closed()]:
             del self._wires[other]
         if loop not in self._wires:
             limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency, keepalive_expiry=10.0)
             local = isinstance(self.url, ServedUrl) or (isinstance(self.url, str) and (urlsplit(self.url).hostname or "") in _LOOPBACK)
-            certified = not local or str(self.url).startswith("https:")  # reading certificates takes longer than most of what comes here
+            certified = not local or str(self.url).startswith("https:")  # reading certificates takes longer than most queries
             http = httpx.AsyncClient(limits=limits, timeout=None, follow_redirects=False, trust_env=not local, verify=certified)
             self._wires[loop] = _Wire(http=http, slots=asyncio.Semaphore(self.concurrency))
         return self._wires[loop]
 
-    async def _once(
-        self,
-        wire: _Wire,
-        body: Mapping[str, Any],
-        messages: Sequence[Mapping[str, Any]],
-        schema: Mapping[str, Any] | None,
-        *,
-        limit_s: float,
-    ) -> Reply | _Later | _NoSchema:
+    async def _send(self, wire: _Wire, query: _PendingQuery, *, limit_s: float) -> Reply | _Later:
         import httpx
 
-        key, further = self._key(), self._further_headers()
-        hidden = [value for value in (key, *further.values()) if value and (value == key or len(value) >= _SHORTEST_HIDDEN)]
+        key, more_headers = self._key(), self._additional_headers()
+        hidden = [value for value in (key, *more_headers.values()) if value and (value == key or len(value) >= _SHORTEST_HIDDEN)]
+        # No compression: a small answer could otherwise expand to gigabytes.
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {}), **more_headers}
+        body = self._body(query.messages, query.schema, query.more)
         try:
-            async with asyncio.timeout(limit_s), self._posted(wire, body, key, further) as response:
-                if response.status_code == 200:
-                    content = await _bounded(response, self.max_bytes)
-                    if (error := error_in(content)) is not None:
-                        said = printable(_without(key, error[1]), _EXCERPT)
-                        return self._refusal(error[0], response.headers, " ".join(said.split()), schema)
-                    for value in hidden:
-                        content = content.replace(value.encode(), secrets.HIDDEN.encode())
-                    return self._read(content, messages)
-                said = printable(_without(key, (await _bounded(response, 4 * _EXCERPT)).decode(errors="replace")), _EXCERPT)
-                return self._refusal(response.status_code, response.headers, " ".join(said.split()), schema)
+            async with asyncio.timeout(limit_s), wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
+                content = await _bounded(response, self.max_bytes if response.status_code == 200 else 4 * _EXCERPT)
+                error = error_in(content) if response.status_code == 200 else (response.status_code, content.decode(errors="replace"))
+                if error is not None:
+                    text = " ".join(printable(_without(key, error[1]), _EXCERPT).split())
+                    return self._refusal(error[0], response.headers, text, query.schema)
+                for value in hidden:
+                    content = content.replace(value.encode(), secrets.HIDDEN.encode())
+                return self._read(content, query.messages)
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
-        except ServerStarting as error:
-            return _Later(why=str(error), wait_s=_OWN_S, asked=False)
-        except (httpx.HTTPError, httpx.StreamError) as error:
-            return _Later(why=_without(key, describe_error(error)))
+        except ServerStarting as starting:
+            return _Later(why=str(starting), wait_s=_OWN_S, asked=False)
+        except (httpx.HTTPError, httpx.StreamError) as failure:
+            return _Later(why=_without(key, describe_error(failure)))
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
         """The answer in the body of a 200."""
         return parse_completion(content, self.max_bytes, messages)
 
-    def _refusal(self, status: int, headers: Mapping[str, str], said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
-        """What to do about a status that is no 200. Raises `JudgeError` where asking again would not help."""
-        if status in TRANSIENT and not (status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto"):
-            return _Later(why=f"status {status}: {said}", wait_s=requested_wait_s(headers, now=self.clock.time()))
+    def _refusal(self, status: int, headers: Mapping[str, str], text: str, schema: Mapping[str, Any] | None) -> _Later:
+        """How to handle a status other than 200. Raises `JudgeError` if a retry would not help."""
         if status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto":
-            return _NoSchema(why=f"status {status}: {said}")
+            return _Later(why=f"status {status}: {text}", without_schema=True)
+        if status in TRANSIENT:
+            return _Later(why=f"status {status}: {text}", wait_s=requested_wait_s(headers, now=self.clock.time()))
         if 300 <= status < 400:
-            raise JudgeError(f"{self._where()} redirects, and a judge's prompt and key go nowhere but where the recipe says: {status}")
-        hint = f"; look at the key in {self.key_env or 'Endpoint.key_env'}" if status in (401, 403) else ""
+            raise JudgeError(f"{self._where()} redirects (status {status}), but prompt and key are sent only to the recipe's URL")
+        hint = f"; check the key in {self.key_env or 'Endpoint.key_env'}" if status in (401, 403) else ""
         kind = PromptRefusedError if status in _PROMPT_REFUSED else JudgeError
-        raise kind(f"{self._where()} refuses: status {status}: {said}{hint}")
+        raise kind(f"{self._where()} rejects the request: status {status}: {text}{hint}")
 
-    @asynccontextmanager
-    async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str, further: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
-        # No compression: a small answer could otherwise unpack to gigabytes.
-        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {}), **further}
-        async with wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
-            yield response
-
-    def _further_headers(self) -> dict[str, str]:
+    def _additional_headers(self) -> dict[str, str]:
         try:
-            read = {name: secrets.read_secret(where).strip() for name, where in self.headers.items()}
+            values = {name: secrets.read_secret(reference).strip() for name, reference in self.headers.items()}
         except UserError as error:
             raise JudgeError(f"a header for {self._where()}: {error.message}") from None
-        if wrong := next((name for name, value in read.items() if not value.isascii() or not value.isprintable()), ""):
-            raise JudgeError(f"the header {wrong} for {self._where()} has a value with characters that a header cannot contain")
-        return read
+        if wrong := next((name for name, value in values.items() if not value.isascii() or not value.isprintable()), ""):
+            raise JudgeError(f"the header {wrong} for {self._where()} has a value with characters that are invalid in a header")
+        return values
 
     def _address(self) -> str:
         return f"{self._base()}/chat/completions"
@@ -355,46 +320,45 @@ class Endpoint:
             return ""
         key = os.environ.get(self.key_env, "").strip()
         if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
-            raise JudgeError(f"the environment variable {self.key_env} holds no key for {self._where()}")
+            raise JudgeError(f"the environment variable {self.key_env} does not contain a valid key for {self._where()}")
         return secrets.register(key)
 
     def _where(self) -> str:
-        """For messages: the model and the host, and nothing that may be secret."""
+        """Model and host for messages, without anything that may be secret."""
         host = urlsplit(self.url).netloc if isinstance(self.url, str) else "a server of the run"
         return f"judge {printable(self.model, 80)} at {host}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """A repeated request may succeed, after `backoff_s` if the server (`asked`) or the process that starts it says so."""
+    """A retry may succeed, after `backoff_s` if the server (`asked`) or the process that starts it requests a wait."""
 
     why: str
     wait_s: float | None = None
     asked: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NoSchema:
-    why: str
+    without_schema: bool = False  # the server rejects the schema: retry at once without it
 
 
 @dataclass(slots=True, kw_only=True)
-class _Trying:
-    """The state of one question's requests."""
+class _PendingQuery:
+    """One query, and the state of its requests."""
 
+    messages: Sequence[Mapping[str, Any]]
+    more: Mapping[str, Any]
     schema: Mapping[str, Any] | None
+    until: float  # deadline, in the clock's monotonic time
     tries: int = 0
-    why: str = ""  # why the last request got no answer
-    refused: str = ""  # why the server accepted no schema
+    why: str = ""  # why the last request failed
+    refused: str = ""  # why the server rejected the schema
 
 
 def validate_url(url: str) -> str:
-    """The url of an endpoint. Raises `UserError` for one that is none, or that holds a secret."""
+    """Returns the URL of an endpoint. Raises `UserError` if it is invalid or contains a secret."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
-            "an endpoint's url is http(s)://HOST/PATH without a user, a password or a query",
-            fix='such as "https://api.example.org/v1"; the key comes from the environment variable that is named for it',
+            "an endpoint's url must be http(s)://HOST/PATH without a user, a password or a query",
+            fix='write a url such as "https://api.example.org/v1", and set key_env to the environment variable that holds the key',
         )
     return url
 
@@ -422,16 +386,16 @@ async def _bounded(response: httpx.Response, most: int) -> bytes:
         if size > most:
             break
         if len(parts) > _MOST_PIECES + size // _FULL_PIECE:
-            raise httpx.RemoteProtocolError(f"the answer comes in pieces of {size // len(parts)} bytes")
+            raise httpx.RemoteProtocolError(f"the answer arrives in pieces of {size // len(parts)} bytes")
         if len(parts) % _PIECES_AT_ONCE == 0:
-            await asyncio.sleep(0)  # buffered pieces are read without waiting, so other tasks get no turn
+            await asyncio.sleep(0)  # buffered pieces are read without waiting; let other tasks run
     return b"".join(parts)[: most + 1]
 
 
 def error_in(content: bytes) -> tuple[int, str] | None:
     """Status and text of an error in the body of a 200, as some proxies send it; None if there is no such error.
 
-    An error without a status counts as 503 if its text reports an overload or a fault of the server. Any other body is read as an answer.
+    An error without a status counts as 503 if its text reports an overload or a server fault. Any other body is read as an answer.
     """
     if b'"error"' not in content:
         return None
@@ -452,7 +416,7 @@ def error_in(content: bytes) -> tuple[int, str] | None:
 
 
 def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
-    """The answer in the body of a 200. What cannot be read is kept as it came, with the problem."""
+    """Parses the answer in the body of a 200. Unreadable content is kept as text, with the problem."""
     asked = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")
     guess: dict[str, Any] = {"prompt_tokens": asked, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
@@ -463,7 +427,7 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
         choice = body["choices"][0]
         said, refusal, ended = choice["message"].get("content"), choice["message"].get("refusal"), choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return Reply(text=text, problem="an answer that is no chat completion", **guess)
+        return Reply(text=text, problem="an answer that is not a chat completion", **guess)
     cost = token_usage(body.get("usage"), asked, said)
     if not isinstance(said, str):
         problem = "the model refused" if isinstance(refusal, str) else "an answer without text"
@@ -474,7 +438,7 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
 
 
 def token_usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
-    """Tokens as the server counts them where it does so credibly, else an estimate."""
+    """Token counts of the server if they are credible, else an estimate."""
     counts = [told.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(told, dict) else []
     if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
@@ -483,5 +447,5 @@ def token_usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
 
 
 def _without(key: str, text: str) -> str:
-    """A server may quote the key that it refuses."""
+    """Removes the key from a text, because a server may quote the key that it rejects."""
     return secrets.redact(text.replace(key, "[key]") if key else text)

@@ -1,4 +1,4 @@
-"""Forms that judges can be given as they are, or copied and changed. A changed form is another judge, to be calibrated anew."""
+"""Ready-made forms for judges. A judge with a changed form needs a new calibration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CORRECT = Form(
     criteria=(Criterion(name="correct", asks="1 if the answer says what the reference says, else 0."),),
     shows=("question", "reference", "answer"),
 )
-"""Right or wrong, for tasks whose `data` holds a reference: the shipped judge for free text with a truth."""
+"""Right or wrong, for free-text answers to tasks whose `data` holds a reference."""
 
 HELPFUL = Form(
     instructions=(
@@ -26,7 +26,7 @@ HELPFUL = Form(
         Criterion(name="to_the_point", asks="Is there nothing in it that was not asked for?", high=4),
     ),
 )
-"""For questions without a reference. It is the easiest to fool: calibrate it, and keep an audit verifier beside it."""
+"""For questions without a reference. It is the easiest form to fool: calibrate it, and add an audit verifier."""
 
 GROUNDED = Form(
     instructions=(
@@ -39,10 +39,10 @@ GROUNDED = Form(
     ),
     shows=("question", "transcript", "answer"),
 )
-"""For agents with tools: whether the answer is earned."""
+"""For agents with tools: whether the answer follows from tool results."""
 
 INSTRUCTIONS = Form(
     instructions="You check whether an answer obeys what was asked of its form: length, language, format, what to include and to avoid.",
     criteria=(Criterion(name="obeyed", asks="What part of the instructions does it obey? 4 is all of them.", high=4),),
 )
-"""For instructions that can be checked by reading. What a program can check, let a program check."""
+"""For instructions that can be checked by reading. Use a program for what a program can check."""

@@ -1,4 +1,4 @@
-"""A person labels a run's episodes: shown one after another in an order of chance, a key each, kept at once and gone on with later."""
+"""Interactive labelling of a run's episodes: answers in random order, one key each, saved at once and resumable."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ _SHOWN = 6000  # characters of one text
 
 
 def labels_file(run: Path, by: str) -> Path:
-    """Where a labeller's verdicts on a run are kept. Raises `UserError` for a name that is no name of a file."""
+    """The file of a labeller's labels of a run. Raises `UserError` for an invalid name."""
     if not _NAME.fullmatch(by):
-        raise UserError(f"{printable(by, 80)!r} is no labeller's name", fix="letters, digits, dots, dashes: --by anna")
+        raise UserError(
+            f"{printable(by, 80)!r} is not a valid name of a labeller", fix="use letters, digits, dots and dashes, such as --by anna"
+        )
     return run / "labels" / f"{by}.jsonl"
 
 
 def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
-    """The answers that a run's agents handed in, each once, in an order that chance decides and that stays the same.
-
-    Raises `UserError` where there are none.
+    """The distinct answers of a run, in a random but deterministic order. Raises `UserError` if there are none.
 
     Args:
-        phase: of one phase only, such as "after": the name of a file in `episodes/`.
+        phase: only answers of this phase, such as "after": the name of a file in `episodes/`.
     """
     folder = run / "episodes"
     if not folder.is_dir():
-        raise UserError(f"{run} has no episodes", fix="give the folder of a run, such as runs/quickstart")
+        raise UserError(f"{run} has no episodes", fix="use the folder of a run, such as runs/quickstart")
     found = {item.id: item for path in sorted(folder.glob("*.jsonl")) if phase in ("", path.stem) for item in _items(path)}
     if not found:
-        raise UserError(f"{folder} holds no answers{f' of phase {phase}' if phase else ''}", fix="give another run, or another --phase")
+        raise UserError(f"{folder} has no answers{f' of phase {phase}' if phase else ''}", fix="use another run, or another --phase")
     return sorted(found.values(), key=lambda item: hashlib.sha256(item.id.encode()).digest())
 
 
 @dataclass(slots=True, kw_only=True)
 class LabellingSession:
-    """One sitting of one labeller."""
+    """One session of one labeller."""
 
     items: list[AnswerItem]
     path: Path
     by: str
     blind: bool = False  # do not show the reference
     done: dict[str, str] = field(init=False)
-    _order: list[str] = field(init=False)  # ids that were labelled, the newest last: what undo takes back
+    _order: list[str] = field(init=False)  # labelled ids for undo, the newest last
 
     def __post_init__(self) -> None:
         self.done = current_labels(self.path) if self.path.exists() else {}
         self._order = list(self.done)
 
     def run(self, keys: Iterable[str], show: Callable[[str], None]) -> None:
-        """Shows answers until all are labelled, the keys end, or one of them quits. Every verdict is on the disk when it is shown.
+        """Shows answers until all are labelled, the keys end, or the labeller quits. Every label is saved before it is shown.
 
         Args:
-            keys: single characters; those without a meaning are told, white space is passed over.
+            keys: single characters; white space is ignored.
         """
         pressed = iter(keys)
         while (item := next((one for one in self.items if one.id not in self.done), None)) is not None:
@@ -81,11 +81,11 @@ class LabellingSession:
                 self._keep(item, KEYS[key])
                 show(f"-> {KEYS[key]}")
             else:
-                show(f"no verdict has the key {printable(key, 1)!r}")
-        show("every answer has a label")
+                show(f"unknown key {printable(key, 1)!r}")
+        show("all answers are labelled")
 
     def render_item(self, item: AnswerItem) -> str:
-        """An answer as a person reads it. What agents and tools wrote cannot speak to the terminal."""
+        """An answer as text for a terminal, without control characters."""
         number = sum(one.id in self.done for one in self.items) + 1
         parts = [("question", item.question), *_said(item)]
         if item.reference is not None and not self.blind:
@@ -109,8 +109,8 @@ class LabellingSession:
             item = next((one for one in self.items if one.id == last), None)
             if item is not None and last in self.done:
                 self._keep(item, WITHDRAWN)
-                return "-> taken back"
-        return "nothing to take back"
+                return "-> withdrawn"
+        return "nothing to undo"
 
 
 def _said(item: AnswerItem) -> Iterator[tuple[str, str]]:
@@ -135,7 +135,7 @@ def _safe(text: str) -> str:
 
 
 def _items(path: Path) -> Iterator[AnswerItem]:
-    """Those of the lines that hold an answer; a line that cannot be read is passed over, as one of a newer version would be."""
+    """The answers of a file of episodes. Unreadable lines are skipped, such as those of a newer version."""
     for raw in complete_lines(path):
         if len(raw) > _LONGEST_LINE:
             continue

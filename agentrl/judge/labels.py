@@ -1,8 +1,8 @@
-"""Labelled answers: one JSON object a line, self-contained, so that a file of them outlives its run.
+"""Labelled answers as JSON lines. The lines are self-contained, so a file of labels outlives its run.
 
     {"id": "1f0c...", "label": "right", "by": "anna", "question": "...", "answer": "...", "reference": "...", "messages": [...]}
 
-`question`, `answer` and `label` are enough. The last line of a labeller about an answer counts; `skip` and `withdrawn` say nothing.
+Only `question`, `answer` and `label` are required. The last line of a labeller about an answer counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.base.files import complete_lines
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.judge.rendering import PromptField
-from agentrl.judge.reward_record import reward_model_text as text_of
+from agentrl.judge.reward_record import reward_model_text
 from agentrl.records import Episode, Message, SandboxSpec, Split, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.records.fields import json_object, text
 
@@ -39,7 +39,7 @@ class TextPreference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerItem:
-    """An answer to a question, with what is known around it."""
+    """An answer to a question, with its context."""
 
     id: str
     task_id: str
@@ -47,10 +47,10 @@ class AnswerItem:
     answer: str
     reference: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, as in a run's `episodes/`
-    data: Mapping[str, Any] = field(default_factory=dict)  # further truth for verifiers that want it
+    data: Mapping[str, Any] = field(default_factory=dict)  # additional task data for verifiers that need it
 
     def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
-        """A task for a verifier: the question and the truth, nothing that could be run."""
+        """A task for a verifier: the question and the truth, without tools or a sandbox."""
         truth = {} if self.reference is None else dict.fromkeys(reference_keys, self.reference)
         return Task(
             id=self.task_id,
@@ -64,160 +64,147 @@ class AnswerItem:
         )
 
     def episode(self) -> Episode:
-        """The episode of an agent that said and did what `messages` hold, without tokens, and handed in `answer`."""
+        """An episode with the conversation in `messages`, without tokens, that submitted `answer`."""
         task = self.task()
-        line = Trajectory(agent="main", turns=tuple(_turns(self.messages)))
-        return Episode(id=self.id, task_id=task.id, task_key=task.key, trajectories=(line,) if line.turns else (), answer=self.answer)
+        turns = tuple(_turns(self.messages))
+        trajectories = (Trajectory(agent="main", turns=turns),) if turns else ()
+        return Episode(id=self.id, task_id=task.id, task_key=task.key, trajectories=trajectories, answer=self.answer)
 
     def to_line(self) -> dict[str, Any]:
-        """Its part of a line in a file of labels."""
-        told = {"id": self.id, "task_id": self.task_id, "question": self.question, "answer": self.answer, "reference": self.reference}
-        return {**told, "messages": list(self.messages), **({"data": dict(self.data)} if self.data else {})}
+        """The fields of this answer in a line of labels."""
+        fields = {name: getattr(self, name) for name in ("id", "task_id", "question", "answer", "reference")}
+        return {**fields, "messages": list(self.messages), **({"data": dict(self.data)} if self.data else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledAnswer:
-    """An answer and who says what of it."""
+    """An answer and its labels."""
 
     item: AnswerItem
-    votes: Mapping[str, bool]  # by labeller: whether it is right
+    votes: Mapping[str, bool]  # labeller -> whether the answer is right
 
     @property
     def right(self) -> bool | None:
-        """What most labellers say; None where as many say the opposite."""
+        """The majority's label; None for a tie."""
         yes = sum(self.votes.values())
         return None if 2 * yes == len(self.votes) else 2 * yes > len(self.votes)
 
 
 def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
-    """The labelled answers of some files, in their order. Raises `UserError` that names file, line and what is wrong."""
+    """The labelled answers of some files, in order. Raises `UserError` with file, line and problem."""
     items: dict[str, AnswerItem] = {}
     votes: dict[str, dict[str, bool]] = {}
     for path in paths:
-        for where, line in _lines(path):
-            try:
-                item, label, by = _read(line)
-            except ValueError as error:
-                raise UserError(f"{where}: {printable(str(error), 300)}", fix="see agentrl label --help for the form of a line") from None
+        for item, label, labeller in _labels(path):
             items.setdefault(item.id, item)
-            given = votes.setdefault(item.id, {})
+            item_votes = votes.setdefault(item.id, {})
+            item_votes.pop(labeller, None)
             if label in (RIGHT, WRONG):
-                given[by] = label == RIGHT
-            else:
-                given.pop(by, None)
-    return [LabelledAnswer(item=items[key], votes=given) for key, given in votes.items() if given]
+                item_votes[labeller] = label == RIGHT
+    return [LabelledAnswer(item=items[key], votes=item_votes) for key, item_votes in votes.items() if item_votes]
 
 
 def merge_duplicates(labelled: Sequence[LabelledAnswer]) -> list[LabelledAnswer]:
-    """Each answer once: what a judge is shown twice it answers alike, so that a copy adds no evidence. Votes on copies are put together."""
-    found: dict[str, tuple[AnswerItem, dict[str, bool]]] = {}
-    for one in labelled:
-        item = one.item
+    """Merges copies of an answer and their votes. A judge answers copies alike, so they add no evidence."""
+    merged: dict[str, tuple[AnswerItem, dict[str, bool]]] = {}
+    for answer in labelled:
+        item = answer.item
         key = _hash(item.question, item.answer, item.reference, item.messages, dict(item.data))
-        votes = found.setdefault(key, (item, {}))[1]
-        votes |= {f"{item.id} {by}": right for by, right in one.votes.items()}
-    return [LabelledAnswer(item=item, votes=votes) for item, votes in found.values()]
+        votes = merged.setdefault(key, (item, {}))[1]
+        votes |= {f"{item.id} {labeller}": right for labeller, right in answer.votes.items()}
+    return [LabelledAnswer(item=item, votes=votes) for item, votes in merged.values()]
 
 
 def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptField], *, per_task: int) -> list[TextPreference]:
-    """Pairs of a right and a wrong answer to one question, as a reward model is shown them; no answer is in two.
+    """Pairs of a right and a wrong answer to one question, as a reward model reads them. No answer is in two pairs.
 
     Args:
         shows: see `agentrl.judge.reward_record.RewardRecord`.
-        per_task: at most so many of each question.
+        per_task: maximum number of pairs of each question.
     """
     questions: dict[tuple[str, str], dict[bool, list[str]]] = {}
-    for one in merge_duplicates(labelled):
-        if one.right is not None:
-            item = one.item
-            shown = text_of(shows, item.task(), item.episode(), reference="answer")
-            questions.setdefault((item.task_id, item.question), {True: [], False: []})[one.right].append(shown)
-    both = [pair for answers in questions.values() for pair in list(zip(answers[True], answers[False], strict=False))[:per_task]]
-    return [TextPreference(chosen=right, rejected=wrong) for right, wrong in both if right != wrong]
+    for answer in merge_duplicates(labelled):
+        if answer.right is not None:
+            item = answer.item
+            shown = reward_model_text(shows, item.task(), item.episode(), reference="answer")
+            questions.setdefault((item.task_id, item.question), {True: [], False: []})[answer.right].append(shown)
+    pairs = [pair for texts in questions.values() for pair in list(zip(texts[True], texts[False], strict=False))[:per_task]]
+    return [TextPreference(chosen=right, rejected=wrong) for right, wrong in pairs if right != wrong]
 
 
 def current_labels(path: Path) -> dict[str, str]:
-    """The label that each answer in a labeller's file has by now; an answer whose label was withdrawn has none."""
-    found: dict[str, str] = {}
-    for where, line in _lines(path):
-        try:
-            item, label, _ = _read(line)
-        except ValueError as error:
-            raise UserError(f"{where}: {printable(str(error), 300)}", fix="move the file away, or correct the line") from None
-        found.pop(item.id, None)
+    """The current label of each answer in a labeller's file; answers with a withdrawn label are missing."""
+    labels: dict[str, str] = {}
+    for item, label, _ in _labels(path):
+        labels.pop(item.id, None)
         if label != WITHDRAWN:
-            found[item.id] = label
-    return found
+            labels[item.id] = label
+    return labels
 
 
 def parse_item(line: Mapping[str, Any]) -> AnswerItem:
-    """The answer that a line is about. Raises `ValueError`."""
+    """Parses the answer of a line. Raises `ValueError`."""
     question, answer = _text(line, "question"), _text(line, "answer")
     reference = line.get("reference", line.get("truth"))
     messages = line.get("messages") or []
-    if not isinstance(messages, list) or len(messages) > _MOST_MESSAGES or not all(isinstance(one, dict) for one in messages):
-        raise ValueError(f"messages is a list of at most {_MOST_MESSAGES} objects")
-    made = AnswerItem(
+    if not isinstance(messages, list) or len(messages) > _MOST_MESSAGES or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"messages must be a list of at most {_MOST_MESSAGES} objects")
+    item = AnswerItem(
         id=str(line.get("id") or _hash(question, answer, messages))[:128],
         task_id=str(line.get("task_id") or _hash(question))[:200],
         question=question,
         answer=answer,
         reference=None if reference is None else text(reference if isinstance(reference, str) else json.dumps(reference)),
-        messages=tuple(json_object(one) for one in messages),
+        messages=tuple(map(json_object, messages)),
         data=json_object(line.get("data") or {}),
     )
-    made.episode()  # raises for messages that are none
-    return made
+    item.episode()  # raises for invalid messages
+    return item
 
 
-def _read(line: Mapping[str, Any]) -> tuple[AnswerItem, str, str]:
-    label = line.get("label")
-    if label not in (RIGHT, WRONG, SKIP, WITHDRAWN):
-        raise ValueError(f"label is right, wrong, skip or withdrawn, got {str(label)[:40]!r}")
-    return parse_item(line), str(label), str(line.get("by") or "somebody")[:100]
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
+    """Answer, label and labeller of each line. Raises `UserError`."""
     try:
         lines = complete_lines(path)
     except OSError as error:
-        raise UserError(f"{path}: {error}", fix="give a file of labels") from None
+        raise UserError(f"{path}: {error}", fix="use a file of labels") from None
     if not path.exists():
         raise UserError(f"no file of labels {path}", fix="agentrl label RUN writes one")
     if len(lines) > _MOST_LINES:
-        raise UserError(f"{path} has more than {_MOST_LINES:,} lines", fix="take a part of it")
+        raise UserError(f"{path} has more than {_MOST_LINES:,} lines", fix="split the file")
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
         try:
             if len(raw) > _LONGEST_LINE:
                 raise ValueError(f"longer than {_LONGEST_LINE >> 20} MiB")
-            value = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number} is no JSON: {str(error)[:200]}", fix="correct the line") from None
-        if not isinstance(value, dict):
-            raise UserError(f"{path}:{number} is no JSON object", fix="correct the line")
-        yield f"{path}:{number}", value
+            try:
+                line = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"not valid JSON: {error}") from None
+            if not isinstance(line, dict):
+                raise ValueError("not a JSON object")
+            label = line.get("label")
+            if label not in (RIGHT, WRONG, SKIP, WITHDRAWN):
+                raise ValueError(f"label must be right, wrong, skip or withdrawn, got {str(label)[:40]!r}")
+            item = parse_item(line)
+        except ValueError as error:
+            fix = "correct the line; agentrl label --help describes its format"
+            raise UserError(f"{path}:{number}: {printable(str(error), 300)}", fix=fix) from None
+        yield item, str(label), str(line.get("by") or "somebody")[:100]
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[Turn]:
-    """What the agent said, each with what its tools gave; what it was told before is left out."""
-    said: Message | None = None
-    results: list[ToolResult] = []
-    for one in messages:
-        content = text(one.get("content") or "")
-        if one.get("role") == "assistant":
-            if said is not None:
-                yield _turn(said, results)
-            said, results = Message(role="assistant", content=content, tool_calls=tuple(_calls(one.get("tool_calls")))), []
-        elif said is not None:
-            results.append(ToolResult(name=str(one.get("role")), output=content, ok=True))
-    if said is not None:
-        yield _turn(said, results)
-
-
-def _turn(said: Message, results: Sequence[ToolResult]) -> Turn:
-    return Turn(prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=said, finish_reason="stop", tool_results=tuple(results))
+    """The agent's messages, each with its tool results. Messages before the first one of the agent are skipped."""
+    turns: list[tuple[Message, list[ToolResult]]] = []
+    for message in messages:
+        content = text(message.get("content") or "")
+        if message.get("role") == "assistant":
+            turns.append((Message(role="assistant", content=content, tool_calls=tuple(_calls(message.get("tool_calls")))), []))
+        elif turns:
+            turns[-1][1].append(ToolResult(name=str(message.get("role")), output=content, ok=True))
+    empty: dict[str, Any] = {"prompt_ids": (), "completion_ids": (), "logprobs": (), "versions": (), "finish_reason": "stop"}
+    yield from (Turn(**empty, message=message, tool_results=tuple(results)) for message, results in turns)
 
 
 def _calls(calls: Any) -> Iterator[ToolCall]:
@@ -230,7 +217,7 @@ def _calls(calls: Any) -> Iterator[ToolCall]:
 def _text(line: Mapping[str, Any], key: str) -> str:
     value = line.get(key)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} is a text that is not empty")
+        raise ValueError(f"{key} must be a non-empty string")
     return text(value)
 
 

@@ -1,9 +1,8 @@
-"""A judge that ranks the answers of a group among one another."""
+"""A judge that ranks the answers of a group."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,27 +10,25 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.judge import verdict
-from agentrl.judge.model import ModelJudge, unscored
-from agentrl.judge.non_answers import non_answer_reason
+from agentrl.judge.model import ModelJudge
 from agentrl.judge.query import ChatQuery, JudgeAnswer, digest
-from agentrl.judge.rendering import answer_text, question_text, reference_text, user_text
+from agentrl.judge.rendering import answer_text, question_text
 from agentrl.judge.untrusted import truncate_middle
 from agentrl.protocols.group_judge import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 
 MOST = 16
-"""Most different answers that are ranked at once."""
-_MAX_ANSWERS = 40_000  # characters of all answers together
+"""Maximum number of different answers that are ranked together."""
+_MAX_ANSWERS = 40_000  # maximum length of all answers together, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Listwise(ModelJudge):
-    """A `GroupJudge`: ranks the answers of a group, several times in shuffled orders.
+    """A `GroupJudge` that ranks the answers of a group several times, in shuffled orders.
 
-    The value of an answer is its mean place, from 0 (last) to 1 (first); answers with the same text are ranked as one, and where there is
-    no other, each has 0.5. Every part
-    `rank_disagreement` is 1 - W of the group, where W is Kendall's coefficient of concordance of the orders (0: all agree); above
-    `max_disagreement` the whole group is unscored. Values compare answers of one group and mean nothing beyond it.
+    The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank, and a single
+    distinct answer has 0.5. The part `rank_disagreement` of every score is 1 - W, where W is Kendall's coefficient of concordance of the
+    rankings (0: all agree); above `max_disagreement` the group is unscored. Values are comparable only within a group.
     """
 
     orders: int = 2
@@ -41,66 +38,64 @@ class Listwise(ModelJudge):
     def __post_init__(self) -> None:
         ModelJudge.__post_init__(self)
         if not 2 <= self.orders <= 16 or not 0 <= self.max_disagreement <= 1:
-            raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="such as orders=2, max_disagreement=0.5")
+            raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="use orders=2, max_disagreement=0.5")
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        problem, reference = question_text(task), reference_text(task, self.reference)
-        why = [non_answer_reason(one.answer, question=user_text(task), reference=reference) for one in episodes]
-        texts = list(dict.fromkeys(answer_text(one) for one, empty in zip(episodes, why, strict=True) if not empty))
+        """One score for each episode, in their order."""
+        problem = question_text(task)
+        reasons = [self._non_answer(task, episode) for episode in episodes]
+        texts = list(dict.fromkeys(answer_text(episode) for episode, reason in zip(episodes, reasons, strict=True) if not reason))
         if len(texts) > MOST:
-            return self._all(episodes, JudgeAnswer(reason=f"{len(texts)} different answers, at most {MOST} are ranked at once"))
-        if len(texts) < 2 and not any(why):  # nothing is better than anything: no advantage, and no fault of anybody's
-            return tuple(
-                Score(value=0.5, parts={"disagreement": 0.0}, evidence=f"{self.name}: the answers are all the same") for _ in episodes
-            )
-        ranks, heard = await self._ranks(problem, texts)
-        if ranks is None:
-            return self._all(episodes, heard)
-        apart = rank_disagreement(ranks)
-        if apart > self.max_disagreement:
-            return self._all(
-                episodes, JudgeAnswer(reason=f"its orders disagree by {apart:.2f}, at most {self.max_disagreement:g} is allowed")
-            )
-        places = {text: _mean_place(index, ranks, len(texts)) for index, text in enumerate(texts)}
-        values = [0.0 if empty else places[answer_text(one)] for one, empty in zip(episodes, why, strict=True)]
+            return self._all_unscored(episodes, JudgeAnswer(reason=f"{len(texts)} different answers, more than {MOST}"))
+        if len(texts) < 2 and not any(reasons):  # equal answers: no advantage
+            equal = Score(value=0.5, parts={"disagreement": 0.0}, evidence=f"{self.name}: the answers are all the same")
+            return (equal,) * len(episodes)
+        rankings, answer = await self._rank(problem, texts)
+        if rankings is None:
+            return self._all_unscored(episodes, answer)
+        disagreement = rank_disagreement(rankings)
+        if disagreement > self.max_disagreement:
+            reason = f"its rankings disagree by {disagreement:.2f}, but the maximum is {self.max_disagreement:g}"
+            return self._all_unscored(episodes, JudgeAnswer(reason=reason))
+        values = {text: _mean_rank(index, rankings, len(texts)) for index, text in enumerate(texts)}
         return tuple(
-            Score(value=value, parts={"disagreement": apart}, evidence=f"{self.name}: {empty or heard.text}")
-            for value, empty in zip(values, why, strict=True)
+            Score(
+                value=0.0 if reason else values[answer_text(episode)],
+                parts={"disagreement": disagreement},
+                evidence=f"{self.name}: {reason or answer.text}",
+            )
+            for episode, reason in zip(episodes, reasons, strict=True)
         )
 
-    def _all(self, episodes: Sequence[Episode], heard: JudgeAnswer) -> tuple[Score, ...]:
-        return tuple(unscored(self.name, heard) for _ in episodes)
+    def _all_unscored(self, episodes: Sequence[Episode], answer: JudgeAnswer) -> tuple[Score, ...]:
+        return (self._unscored(answer),) * len(episodes)
 
-    async def _ranks(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, JudgeAnswer]:
-        """The place of each text in each order, 0 being the best; None with what went wrong."""
-        if len(texts) < 2:
-            return [[0] * len(texts)] * self.orders, JudgeAnswer()
-        asker = self._asker()
-        shuffles = _shuffles(len(texts), self.orders, seed=digest([problem, list(texts)]))
+    async def _rank(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, JudgeAnswer]:
+        """The rank of each text in each ranking, 0 being the best; None and the failure if a ranking is missing."""
         count = len(texts)
+        if count < 2:
+            return [[0] * count] * self.orders, JudgeAnswer()
+        client = self._client()
+        shuffles = _shuffles(count, self.orders, seed=digest([problem, list(texts)]))
 
-        def read(said: dict[str, Any]) -> tuple[tuple[int, ...], str]:
-            return verdict.ranking(said, count), verdict.reasoning(said)
+        def read(fields: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+            return verdict.ranking(fields, count), verdict.reasoning(fields)
 
-        questions = [self._question(problem, [texts[index] for index in order]) for order in shuffles]
-        all_heard = await asyncio.gather(*(asker.ask(one, read, draw=number) for number, one in enumerate(questions)))
-        failed = next((heard for heard in all_heard if heard.verdict is None), None)
-        if failed is not None:
+        queries = [self._query(problem, [texts[index] for index in order]) for order in shuffles]
+        answers = await asyncio.gather(*(client.ask(query, read, draw=number) for number, query in enumerate(queries)))
+        if (failed := next((answer for answer in answers if answer.verdict is None), None)) is not None:
             return None, failed
-        ranks = []
-        for order, heard in zip(shuffles, all_heard, strict=True):
-            best_first = [order[shown - 1] for shown in heard.verdict[0]]
-            ranks.append([best_first.index(index) for index in range(count)])
-        return ranks, JudgeAnswer(text=all_heard[0].verdict[1])
+        rankings = []
+        for order, answer in zip(shuffles, answers, strict=True):
+            best_first = [order[shown - 1] for shown in answer.verdict[0]]
+            rankings.append([best_first.index(index) for index in range(count)])
+        return rankings, JudgeAnswer(text=answers[0].verdict[1])
 
-    def _question(self, problem: str, texts: Sequence[str]) -> ChatQuery:
-        most = _MAX_ANSWERS // len(texts)
-        data = {
-            "question": truncate_middle(problem, most),
-            **{f"answer {number}": truncate_middle(text, most) for number, text in enumerate(texts, 1)},
-        }
-        places = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": len(texts)}}
-        return ChatQuery(instructions=self._instructions(), data=data, schema=verdict.schema({"ranking": places}))
+    def _query(self, problem: str, texts: Sequence[str]) -> ChatQuery:
+        data = {"question": problem, **{f"answer {number}": text for number, text in enumerate(texts, 1)}}
+        data = {name: truncate_middle(text, _MAX_ANSWERS // len(texts)) for name, text in data.items()}
+        ranking = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": len(texts)}}
+        return ChatQuery(instructions=self._instructions(), data=data, schema=verdict.schema({"ranking": ranking}))
 
     def _instructions(self) -> str:
         return (
@@ -112,37 +107,30 @@ class Listwise(ModelJudge):
         return {"instructions": self._instructions(), "orders": self.orders, "max_disagreement": self.max_disagreement}
 
 
-def rank_disagreement(ranks: Sequence[Sequence[int]]) -> float:
-    """1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939): 0 when all orders are the same.
+def rank_disagreement(rankings: Sequence[Sequence[int]]) -> float:
+    """1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939): 0 if all rankings are the same.
 
     Args:
-        ranks: [orders][answers] places, without ties. Fewer than two answers cannot be ordered apart: 0.
+        rankings: [rankings][answers] ranks without ties. The result for fewer than two answers is 0.
     """
-    count, orders = len(ranks[0]), len(ranks)
+    count, orders = len(rankings[0]), len(rankings)
     if count < 2:
         return 0.0
-    sums = [sum(one[index] for one in ranks) for index in range(count)]
+    sums = [sum(column) for column in zip(*rankings, strict=True)]
     mean = sum(sums) / count
-    spread = sum((one - mean) ** 2 for one in sums)
+    spread: float = sum((total - mean) ** 2 for total in sums)
     return max(0.0, 1.0 - 12.0 * spread / (orders**2 * (count**3 - count)))
 
 
 def _shuffles(count: int, orders: int, *, seed: str) -> list[list[int]]:
-    """Orders in which the answers are shown: one and its reverse first, so that no answer has the better place in both."""
-    draw = random.Random(seed)
-    found: list[list[int]] = []
-    for number in itertools.count():
-        if len(found) >= orders:
-            return found
-        if number % 2:
-            found.append(found[-1][::-1])
-        else:
-            found.append(draw.sample(range(count), count))
-    raise AssertionError("unreachable")
+    """Orders in which the answers are shown: an order is followed by its reverse, which cancels position bias."""
+    rng = random.Random(seed)
+    shuffles: list[list[int]] = []
+    for number in range(orders):
+        shuffles.append(shuffles[-1][::-1] if number % 2 else rng.sample(range(count), count))
+    return shuffles
 
 
-def _mean_place(index: int, ranks: Sequence[Sequence[int]], count: int) -> float:
-    """From 0, the last place in every order, to 1, the first in every one."""
-    if count < 2:
-        return 1.0
-    return 1.0 - sum(one[index] for one in ranks) / (len(ranks) * (count - 1))
+def _mean_rank(index: int, rankings: Sequence[Sequence[int]], count: int) -> float:
+    """From 0, ranked last every time, to 1, ranked first every time."""
+    return 1.0 - sum(ranks[index] for ranks in rankings) / (len(rankings) * (count - 1)) if count > 1 else 1.0

@@ -1,4 +1,4 @@
-"""What all judges that ask a model have in common: an endpoint, a ledger, a budget, and the calibration that they may demand."""
+"""Base of judges that ask one model: endpoint, ledger, budget and required calibration."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any, ClassVar, Self
 from agentrl.judge.calibration import require_calibration, validate_requirements
 from agentrl.judge.endpoint import Endpoint
 from agentrl.judge.ledger import FILE, Budget, JudgeLedger, JudgeUsage
+from agentrl.judge.non_answers import non_answer_reason
 from agentrl.judge.query import MAX_KEPT, WORDING, JudgeAnswer, JudgeClient, digest
+from agentrl.judge.rendering import reference_text, user_text
 from agentrl.judge.servers import ServedUrl
-from agentrl.records import Blame, Score
+from agentrl.records import Blame, Episode, Score, Task
 
-_CLOSING_S = 60.0  # beyond the endpoint's patience, for everything around it
+_CLOSING_S = 60.0  # added to the endpoint's patience
 
 
 @dataclass(slots=True)
@@ -24,59 +26,26 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelJudge(ABC):
-    """Base of judges that ask one model. Not a judge itself."""
-
-    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    asks_reward_model: ClassVar[bool] = False
+class JudgeBase(ABC):
+    """Base class of everything that asks a judge model: endpoint, budget and ledger."""
 
     endpoint: Endpoint
     name: str = "judge"
-    reference: str = "answer"  # the key of `Task.data` that holds a reference
     budget: Budget = field(default_factory=Budget)
-    ledger: str | None = None  # file of cache and counts, relative to the project; None: judges.sqlite of the run folder
-    calibration: str | None = None  # file of `agentrl judge calibrate`, relative to the project, without which the judge is refused
-    min_agreement: float = 0.0  # that the calibration must show, with the lower end of its interval
-    min_coverage: float = 0.0  # share of answers with a verdict that it must show, likewise
     _state: _State = field(default_factory=_State, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        validate_requirements(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
-
     @property
+    @abstractmethod
     def identity(self) -> str:
-        """A hash of all that decides about its verdicts: model, parameters, prompt. Its name, its url and its budget do not."""
-        return digest({"kind": type(self).__name__, "wording": WORDING, "endpoint": self.endpoint.identity(), "asks": self._asks()})
+        """A hash of everything that determines its verdicts: model, parameters, prompt; not its name, url or budget."""
 
     @property
     def timeout_s(self) -> float:
-        """How long a verdict may take: a judge that is down delays its episodes."""
+        """Deadline of a verdict in seconds. It covers the wait for a server that is down."""
         return self.endpoint.patience_s + _CLOSING_S
 
-    def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Called once before the first verdict. Raises `UserError` where the demanded calibration is missing, stale or not good enough.
-
-        Args:
-            root: the project.
-            folder: the run folder; None: there is no run.
-        """
-        if isinstance(self.endpoint.url, ServedUrl):
-            self.endpoint.url.server(reward_model=self.asks_reward_model)
-        if self.calibration is not None:
-            demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
-            require_calibration(root / self.calibration, identity=self.identity, name=self.name, **demands)
-        if self.ledger is not None:
-            self._state.ledger = JudgeLedger((root / self.ledger).resolve())  # the user chose the path, so it may be a link
-        elif folder is not None:
-            self._state.ledger = JudgeLedger(folder / FILE)
-        self._state.ready = True
-
-    def without_calibration(self, *, ledger: str | None = None) -> Self:
-        """The same judge, same identity, that demands no calibration: for measuring it."""
-        return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
-
     def spent(self) -> JudgeUsage:
-        """What it has been asked and has cost, in its ledger."""
+        """Its usage according to its ledger."""
         return self._ledger().spent(self.identity)
 
     async def close(self) -> None:
@@ -85,22 +54,77 @@ class ModelJudge(ABC):
         if self._state.ledger is not None:
             self._state.ledger.close()
 
-    @abstractmethod
-    def _asks(self) -> dict[str, Any]:
-        """What its prompts are made of."""
-
-    def _asker(self) -> JudgeClient:
-        if not self._state.ready:
-            self.prepare(root=Path(), folder=None)
+    def _client(self) -> JudgeClient:
         return JudgeClient(endpoint=self.endpoint, ledger=self._ledger(), budget=self.budget, judge=self.identity)
 
     def _ledger(self) -> JudgeLedger:
         if self._state.ledger is None:
-            self._state.ledger = JudgeLedger(Path(self.ledger).resolve() if self.ledger is not None else None)
+            self._state.ledger = JudgeLedger(None)
         return self._state.ledger
 
 
-def unscored(name: str, heard: JudgeAnswer) -> Score:
-    """No score, with the reason, and what the judge said as evidence. Nobody's answer gets a 0 for it."""
-    blame = Blame.INFRASTRUCTURE if heard.unavailable else None
-    return Score(value=None, reason=f"{name}: {heard.reason}", evidence=heard.text[:MAX_KEPT], blame=blame)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelJudge(JudgeBase):
+    """Base class of judges of episodes that ask one model."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    asks_reward_model: ClassVar[bool] = False
+
+    reference: str = "answer"  # key of `Task.data` that holds the reference answer
+    ledger: str | None = None  # file of cache and counters, relative to the project; None: judges.sqlite of the run folder
+    calibration: str | None = None  # required file of `agentrl judge calibrate`, relative to the project
+    min_agreement: float = 0.0  # minimum for the lower end of the interval in the calibration
+    min_coverage: float = 0.0  # the same for the share of answers with a verdict
+
+    def __post_init__(self) -> None:
+        validate_requirements(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
+
+    @property
+    def identity(self) -> str:
+        """See `JudgeBase.identity`."""
+        return digest({"kind": type(self).__name__, "wording": WORDING, "endpoint": self.endpoint.identity(), "asks": self._asks()})
+
+    def prepare(self, *, root: Path, folder: Path | None) -> None:
+        """Called once before the first verdict. Raises `UserError` if the required calibration is missing, stale or not good enough.
+
+        Args:
+            root: the project.
+            folder: the run folder; None if there is no run.
+        """
+        if isinstance(self.endpoint.url, ServedUrl):
+            self.endpoint.url.server(reward_model=self.asks_reward_model)
+        if self.calibration is not None:
+            limits = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
+            require_calibration(root / self.calibration, identity=self.identity, name=self.name, **limits)
+        if self.ledger is not None:
+            self._state.ledger = JudgeLedger((root / self.ledger).resolve())  # the user chose the path, so it may be a link
+        elif folder is not None:
+            self._state.ledger = JudgeLedger(folder / FILE)
+        self._state.ready = True
+
+    def without_calibration(self, *, ledger: str | None = None) -> Self:
+        """A copy with the same identity that requires no calibration: for measuring it."""
+        return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
+
+    @abstractmethod
+    def _asks(self) -> dict[str, Any]:
+        """What determines its prompts."""
+
+    def _client(self) -> JudgeClient:
+        if not self._state.ready:
+            self.prepare(root=Path(), folder=None)
+        return JudgeBase._client(self)
+
+    def _ledger(self) -> JudgeLedger:
+        if self._state.ledger is None and self.ledger is not None:
+            self._state.ledger = JudgeLedger(Path(self.ledger).resolve())
+        return JudgeBase._ledger(self)
+
+    def _non_answer(self, task: Task, episode: Episode) -> str:
+        """Why the answer is wrong without a query; empty if it has to be judged."""
+        return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
+
+    def _unscored(self, answer: JudgeAnswer) -> Score:
+        """A score without a value, with the reason, and the model's answer as evidence."""
+        blame = Blame.INFRASTRUCTURE if answer.unavailable else None
+        return Score(value=None, reason=f"{self.name}: {answer.reason}", evidence=answer.text[:MAX_KEPT], blame=blame)

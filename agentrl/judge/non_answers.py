@@ -1,5 +1,5 @@
-"""Answers that say nothing. Judges have given full marks for a colon, or for "Let's solve this step by step." (Zhao et al. 2025, "One
-Token to Fool LLM-as-a-Judge"), so such answers are wrong without asking one.
+"""Recognises answers without content. They score 0 without calling a judge, because judges have given full marks for a colon or for "Let's
+solve this step by step." (Zhao et al. 2025, "One Token to Fool LLM-as-a-Judge").
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_LONGEST = 400  # characters of an answer that may be nothing but an opening
+_LONGEST = 400  # maximum length of an answer that consists of an opening phrase
 _LONGEST_ECHO = 50_000
 _OPENINGS = (
     r"(?:(?:sure|okay|ok|of course|certainly|well|so|now) )*(?:here(?:'s| is| s) |below is )?(?:my |the |your |final )*"
@@ -22,34 +22,34 @@ _OPENINGS = (
     "\u89e3|\u7b54\u6848|\u7b54|\u304b\u3044\u305b\u3064|respuesta|soluci\u00f3n|l\u00f6sung|antwort|r\u00e9ponse|\u043e\u0442\u0432\u0435\u0442",
 )
 _OPENING = re.compile("|".join(f"(?:{one})" for one in _OPENINGS))
-_SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols that mean something
-_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # letters and symbols of Unicode that show nothing, or stand for nothing
+_SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols with a meaning
+_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # invisible or replacement characters among them
 _WORDLESS = re.compile(r"[^\w' -]+|_+")
 _MARKS = "?!.,:;\"'`*_>\u201c\u201d\u2018\u2019"
-_AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # around words; linear in long "..."
+_AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # around words; linear time on long "..."
 
 
 def non_answer_reason(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
-    """Why an answer cannot be right whatever the question is; empty when it has to be judged.
+    """Why an answer cannot be right for any question; empty if it has to be judged.
 
-    An answer that is the reference itself is never hollow, nor one that holds a letter, a digit or a symbol and is no known opening.
+    The reference itself is always judged, and so is an answer with a letter, a digit or a symbol that is not a known opening phrase.
     """
     if answer is None:
-        return "no answer was handed in"
+        return "no answer was submitted"
     plain = _plain(answer[:_LONGEST])
     if reference is not None and (answer.strip() == reference.strip() or plain == _plain(reference[:_LONGEST]) != ""):
         return ""
     if not any(unicodedata.category(char) in _SAYING for char in answer if char not in _BLANK):
-        return "the answer holds no letter, digit or symbol"
+        return "the answer has no letter, digit or symbol"
     if len(answer) <= _LONGEST and _OPENING.fullmatch(plain):
-        return "the answer is an opening without anything after it"
+        return "the answer is only an opening phrase"
     if _echoes(answer, question):
         return "the answer repeats the question"
     return ""
 
 
 def _echoes(answer: str, question: str) -> bool:
-    """Whether an answer is the question, once or several times, ignoring case and punctuation."""
+    """Whether an answer is the question, once or repeated, ignoring case and punctuation."""
     said, wanted = (" ".join(_AROUND.sub("", text[:_LONGEST_ECHO].casefold()).split()) for text in (answer, question))
     if not wanted:
         return question.strip() != "" and answer.strip() == question.strip()

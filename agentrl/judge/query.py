@@ -1,12 +1,13 @@
-"""One question to a judge model: instructions of ours, data of others, and where the answer may come from."""
+"""Queries to a judge model: our instructions, untrusted data, and the cache, budget and parsing around one query."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.errors import JudgeError, PromptRefusedError
 from agentrl.judge.endpoint import Endpoint, Reply
@@ -17,43 +18,27 @@ from agentrl.judge.verdict import Abstained, Unreadable, json_object
 T = TypeVar("T")
 
 WORDING = 1
-"""Number of the wording below: with another one a judge is another judge."""
+"""Version of the prompt text below. It is part of a judge's identity, so a new version needs a new calibration."""
 
 SHORTER = 8
-"""What is kept of each text of a question that is refused is this part of it, and no less than `LEAST` characters."""
+"""If a prompt is rejected, each of its texts is shortened to this fraction, but not below `LEAST` characters."""
 LEAST = 400
 TIMES_SHORTER = 2
 
 MAX_KEPT = 4000
-"""Characters kept of an answer that could not be read."""
-
-
-class Query(Protocol):
-    """What can be asked: a `ChatQuery`, or what another kind of model is given."""
-
-    @property
-    def data(self) -> Mapping[str, str]: ...
-
-    @property
-    def schema(self) -> Mapping[str, Any]: ...
-
-    def messages(self, nonce: str) -> list[dict[str, Any]]: ...
-
-    def shorter(self) -> Query | None:
-        """With less of the data, for a model that cannot take all of it; None where that would be another question."""
-        ...
+"""Maximum length of a stored answer that could not be parsed, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatQuery:
-    """What a judge is asked: `ChatQuery(instructions="...", data={"answer": episode.answer}, schema=...)`."""
+    """A query to a chat model: `ChatQuery(instructions="...", data={"answer": episode.answer}, schema=...)`."""
 
-    instructions: str  # ours
-    data: Mapping[str, str]  # others' words, by the name under which the instructions speak of them
-    schema: Mapping[str, Any]  # of the verdict
+    instructions: str  # trusted
+    data: Mapping[str, str]  # untrusted texts, by the names that the instructions use
+    schema: Mapping[str, Any]  # JSON schema of the verdict
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
-        """As they are sent. What others said is between delimiters with `nonce` in them, and nowhere else."""
+        """The chat messages. Untrusted text appears only between delimiters that contain `nonce`."""
         names = " and ".join(f"{begin_marker(name, nonce)} ... {end_marker(name, nonce)}" for name in self.data)
         rules = (
             f"{self.instructions}\n\n"
@@ -68,83 +53,86 @@ class ChatQuery:
         return [{"role": "system", "content": rules}, {"role": "user", "content": f"{data}\n\n{last}"}]
 
     def shorter(self) -> ChatQuery | None:
+        """The query with each text shortened in the middle; None if all are already short."""
         data = {name: truncate_middle(text, max(len(text) // SHORTER, LEAST)) for name, text in self.data.items()}
         return replace(self, data=data) if sum(map(len, data.values())) < sum(map(len, self.data.values())) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeAnswer:
-    """What a question came to: a verdict of type T in `verdict`, or None with the reason and what was said."""
+    """The result of a query: `verdict`, or None with the reason and the text of the answer."""
 
     verdict: Any = None
     reason: str = ""
     text: str = ""
-    unavailable: bool = False  # nobody answered: a fault of the machine, or a budget that is spent
+    unavailable: bool = False  # no answer: an infrastructure fault, or an exhausted budget
+    abstained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeClient:
-    """Asks an endpoint, through a ledger."""
+    """Sends queries to an endpoint, with a cache, counters and a budget."""
 
     endpoint: Endpoint
     ledger: JudgeLedger
     budget: Budget = field(default_factory=Budget)
-    judge: str  # its identity: whose counts these are
+    judge: str  # the judge's identity, under which the ledger counts
 
-    async def ask(self, question: Query, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
-        """The verdict that `read` finds in the answer. Never raises for what a server or a model does.
+    async def ask(self, query: ChatQuery, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
+        """Returns the verdict that `read` parses from the answer. Never raises for failures of the server or the model.
 
         Args:
             read: raises `Unreadable` or `Abstained`.
-            draw: tells questions apart that are asked again on purpose, which the cache would answer.
+            draw: distinguishes intentionally repeated queries, which the cache would answer otherwise.
         """
-        key = self._key(question, draw)
-        if (kept := await self.ledger.cached_answer(key)) is not None:
-            heard = parse_answer(Reply(text=kept), read)
-            await self.ledger.count(self.judge, cached=1, abstained=int(_abstained(heard)))
-            return heard
-        reply = None
+        key = self._key(query, draw)
+        if (text := await asyncio.to_thread(self.ledger.cached_answer, key)) is not None:
+            answer = parse_answer(Reply(text=text), read)
+            await self._count(cached=1, abstained=int(answer.abstained))
+            return answer
         try:
-            await self.ledger.reserve(self.judge, self.budget)
+            await asyncio.to_thread(self.ledger.reserve, self.judge, self.budget)
         except JudgeError as error:
             return JudgeAnswer(reason=str(error), unavailable=True)
         try:
-            reply = await self._answer(question)
+            reply = await self._send(query)
         except JudgeError as error:
-            await self.ledger.record(self.judge, None)
+            await self._count(failed=1)
             return JudgeAnswer(reason=str(error), unavailable=True)
-        heard = parse_answer(reply, read)
-        money = self.endpoint.prices.of(reply.prompt_tokens, reply.completion_tokens)
-        readable = heard.verdict is not None or _abstained(heard)
-        await self.ledger.record(self.judge, reply, money=money, unreadable=not readable)
-        if readable:
-            await self.ledger.cache_answer(key, reply.text)
-        if _abstained(heard):
-            await self.ledger.count(self.judge, abstained=1)
-        return heard
-
-    async def _answer(self, question: Query) -> Reply:
-        """The endpoint's answer, to less of the data where the whole of it is refused: whoever is judged chooses how long it is, and in
-        what characters."""
-        for _ in range(TIMES_SHORTER):
-            try:
-                return await self.endpoint.ask(question.messages(new_nonce(question.data)), schema=question.schema)
-            except PromptRefusedError:
-                if (shorter := question.shorter()) is None:
-                    raise
-                question = shorter
-        return await self.endpoint.ask(question.messages(new_nonce(question.data)), schema=question.schema)
-
-    def _key(self, question: Query, draw: int) -> str:
-        """Of the cache: model, parameters and the whole prompt, its fresh delimiters left out."""
-        return digest(
-            {
-                "endpoint": self.endpoint.identity(),
-                "messages": question.messages(NONCE_PLACEHOLDER),
-                "schema": question.schema,
-                "draw": draw,
-            }
+        answer = parse_answer(reply, read)
+        readable = answer.verdict is not None or answer.abstained
+        await self._count(
+            answered=1,
+            unreadable=int(not readable),
+            abstained=int(answer.abstained),
+            repeated=reply.tries - 1,
+            estimated=int(not reply.counted),
+            prompt_tokens=reply.prompt_tokens,
+            completion_tokens=reply.completion_tokens,
+            money=self.endpoint.prices.of(reply.prompt_tokens, reply.completion_tokens),
         )
+        if readable:
+            await asyncio.to_thread(self.ledger.cache_answer, key, reply.text)
+        return answer
+
+    async def _count(self, **figures: float) -> None:
+        await asyncio.to_thread(self.ledger.count, self.judge, **figures)
+
+    async def _send(self, query: ChatQuery) -> Reply:
+        """The endpoint's answer. A rejected prompt is shortened, because the judged agent chooses the length of its text."""
+        for attempt in range(TIMES_SHORTER + 1):
+            try:
+                return await self.endpoint.ask(query.messages(new_nonce(query.data)), schema=query.schema)
+            except PromptRefusedError:
+                if attempt == TIMES_SHORTER or (shorter := query.shorter()) is None:
+                    raise
+                query = shorter
+        raise AssertionError("unreachable")
+
+    def _key(self, query: ChatQuery, draw: int) -> str:
+        """Cache key: hash of model, parameters and the full prompt with a placeholder for the nonce."""
+        messages = query.messages(NONCE_PLACEHOLDER)
+        return digest({"endpoint": self.endpoint.identity(), "messages": messages, "schema": query.schema, "draw": draw})
 
 
 def digest(value: Any) -> str:
@@ -152,20 +140,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
 
 
-ABSTAINED = "the judge abstains"
-
-
 def parse_answer(reply: Reply, read: Callable[[dict[str, Any]], T]) -> JudgeAnswer:
-    """The verdict that `read` finds in an answer, or why there is none."""
+    """The verdict that `read` parses from a reply, or the reason for a missing verdict."""
+    text = reply.text[:MAX_KEPT]
     if reply.problem:
-        return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=reply.text[:MAX_KEPT])
+        return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=text)
     try:
-        return JudgeAnswer(verdict=read(json_object(reply.text, thought_apart=reply.separate_reasoning)), text=reply.text[:MAX_KEPT])
+        return JudgeAnswer(verdict=read(json_object(reply.text, thought_apart=reply.separate_reasoning)), text=text)
     except Abstained:
-        return JudgeAnswer(reason=ABSTAINED, text=reply.text[:MAX_KEPT])
+        return JudgeAnswer(reason="the judge abstains", text=text, abstained=True)
     except Unreadable as error:
-        return JudgeAnswer(reason=f"unreadable verdict: it {error}", text=reply.text[:MAX_KEPT])
-
-
-def _abstained(heard: JudgeAnswer) -> bool:
-    return heard.reason == ABSTAINED
+        return JudgeAnswer(reason=f"unreadable verdict: it {error}", text=text)

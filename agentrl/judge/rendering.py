@@ -1,4 +1,4 @@
-"""What a judge is shown of a task and an episode, as bounded plain text."""
+"""Renders a task and an episode as bounded plain text for a judge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.records import Episode, Message, Task, Trajectory
 PromptField = Literal["question", "reference", "transcript", "outputs", "answer"]
 
 MAX_ANSWER = 20_000
-"""Characters of an answer, a question or a reference; head and tail are kept of a longer one."""
+"""Maximum length of an answer, a question or a reference, in characters; a longer one is shortened in the middle."""
 MAX_TRANSCRIPT = 40_000
 _MAX_MESSAGE = 4000
 _MAX_FILE = 8000
@@ -20,10 +20,10 @@ _MAX_FILES = 16
 
 
 def render_field(what: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
-    """One of the texts that a judge may be shown.
+    """One of the texts that a judge may see.
 
     Args:
-        reference: the key of `Task.data` that holds the reference.
+        reference: key of `Task.data` that holds the reference answer.
     """
     if what == "question":
         return question_text(task)
@@ -37,23 +37,24 @@ def render_field(what: PromptField, task: Task, episode: Episode, *, reference: 
 
 
 def question_text(task: Task) -> str:
-    """All that the agent was told, by role where there are several messages."""
+    """The prompt; with roles if it has several messages."""
     if len(task.prompt) == 1:
         return truncate_middle(task.prompt[0].content, MAX_ANSWER)
     return truncate_middle("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
 
 
 def user_text(task: Task) -> str:
-    """What the user said, without what the agent was told beside it."""
+    """The user's part of the prompt."""
     return "\n".join(message.content for message in task.prompt if message.role == "user") or task.prompt[-1].content
 
 
 def answer_text(episode: Episode) -> str:
+    """The submitted answer; empty if there is none."""
     return truncate_middle(episode.answer or "", MAX_ANSWER)
 
 
 def reference_text(task: Task, key: str) -> str | None:
-    """`task.data[key]` as text; None where there is none."""
+    """`task.data[key]` as text; None if it is missing or null."""
     if key not in task.data or task.data[key] is None:
         return None
     value = task.data[key]
@@ -61,7 +62,7 @@ def reference_text(task: Task, key: str) -> str | None:
 
 
 def transcript_text(episode: Episode) -> str:
-    """What the agent said and called, and what its tools gave, in order; sub-agents after the agent that began."""
+    """The agent's messages, tool calls and tool results, in order; sub-agents after the main agent."""
     lines = (line for number, one in enumerate(episode.trajectories) for line in _lines(one, number))
     return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 

@@ -1,4 +1,4 @@
-"""What a judge was measured at, in words and as a picture."""
+"""Renders the measurements of a judge as text, JSON data and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def render_report(report: CalibrationReport) -> str:
 
 
 def report_data(report: CalibrationReport) -> dict[str, Any]:
-    """What is told beside the calibration in its file."""
+    """The report as JSON data, for the calibration file."""
     return {
         "pairs": report.pairs,
         "disputed": report.disputed,
@@ -42,32 +42,36 @@ def _lines(report: CalibrationReport) -> Iterator[str]:
     what = "pairs of a right and a wrong answer" if report.pairs else "labelled answers"
     yield f"{printable(made.judge, 200)}: a verdict on {judged} of {judged + made.abstained} {what}, of {made.tasks} tasks"
     if made.coverage is not None:
-        yield _row("coverage", made.coverage, "share of them that it gave a verdict on")
+        yield _row("coverage", made.coverage, "share with a verdict")
     yield _row("agreement", made.agreement)
     yield _row("Cohen's kappa", made.kappa, "0 is chance")
-    yield _row("sensitivity", made.sensitivity, "of the right ones it calls so many right")
-    yield _row("specificity", made.specificity, "of the wrong ones it calls so many wrong")
+    yield _row("sensitivity", made.sensitivity, "share of right answers that are judged right")
+    yield _row("specificity", made.specificity, "share of wrong answers that are judged wrong")
     yield _row("informedness", made.informedness, "sensitivity + specificity - 1; 0 is chance")
     if report.position_bias is not None:
-        yield _row("first place", report.position_bias, f"preferred so often; 0.5 is no bias{_off(report.position_bias, 0.5)}")
+        yield _row(
+            "first place",
+            report.position_bias,
+            f"share of preferences for the first answer; 0.5 is no bias{_off(report.position_bias, 0.5)}",
+        )
     if report.inconsistent is not None:
-        yield _row("inconsistent", report.inconsistent, "said another thing with the places swapped, or only one of them at all")
+        yield _row("inconsistent", report.inconsistent, "share with contradicting verdicts in the two orders")
     if report.length_bias is not None:
         yield _row("length", report.length_bias, f"correlation of score and length; 0 is no bias{_off(report.length_bias, 0.0)}")
     if report.calibration_error is not None:
         curve = ", ".join(map(_bin, report.bins))
-        yield f"  {'reliability':<15} score -> share right: {curve}; off by {report.calibration_error:.3f} on average"
+        yield f"  {'reliability':<15} score -> share right: {curve}; mean error {report.calibration_error:.3f}"
     if report.disputed:
-        yield f"  {report.disputed} answers are left out: as many labellers say right as wrong"
+        yield f"  {report.disputed} answers are excluded: their labellers are tied"
     if report.copies:
-        yield f"  {report.copies} labelled answers are copies of another one: they count once"
+        yield f"  {report.copies} labelled answers are copies and do not count again"
     yield from (f"  no verdict, {count} times: {reason}" for reason, count in report.reasons.items())
     if made.tasks < judged:
-        one = f"{made.design_effect:.1f} of them are worth one in the interval of informedness"
-        yield f"  {judged} answers to {made.tasks} tasks: answers to one task are alike, and {one}"
+        one = f"the design effect of informedness is {made.design_effect:.1f}"
+        yield f"  {judged} answers to {made.tasks} tasks: answers to one task are correlated, and {one}"
     yield _cost(report)
     if made.may_be_chance:
-        yield "NOT BETTER THAN CHANCE, as far as these labels show: a recipe that demands this calibration is refused"
+        yield "NOT SHOWN TO BE BETTER THAN CHANCE: a recipe that requires this calibration fails"
 
 
 def _row(name: str, one: IntervalEstimate, note: str = "") -> str:
@@ -87,7 +91,7 @@ def _cost(report: CalibrationReport) -> str:
     if spent is None:
         return f"  {report.wall_s:.1f} s"
     tokens = f"{spent.prompt_tokens:,} + {spent.completion_tokens:,} tokens{' (partly estimated)' if spent.estimated else ''}"
-    return f"  {report.wall_s:.1f} s, {spent.calls} calls and {spent.cached} answers from the cache, {tokens}, {spent.money:.4f} in money"
+    return f"  {report.wall_s:.1f} s, {spent.calls} calls, {spent.cached} cached answers, {tokens}, cost {spent.money:.4f}"
 
 
 _SIDE, _EDGE, _BARS = 300, 50, 330
@@ -98,7 +102,7 @@ _STYLE = (
 
 
 def render_svg(report: CalibrationReport) -> str:
-    """An SVG: the reliability curve, and beside it what was measured, with intervals."""
+    """An SVG: the reliability curve, and the measurements with their intervals."""
     made = report.calibration
     width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
     parts = [

@@ -1,8 +1,8 @@
-"""Judges' servers that this process starts (`judge_servers` of a recipe). A judge names one here; whoever starts it says where it answers.
+"""Registry of the judge servers that this process starts (`judge_servers` of a recipe).
 
     Endpoint(url=served("small"), model="small")
 
-A judge is written down before its server is started, and follows it when it is started again.
+A server is registered before it starts. A judge looks up its address before each request, so it follows a restart.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ class JudgeServer:
 
     folder: Path  # of the model
     weights: str  # sha256 over its weight files
-    reward_model: bool  # it gives numbers, not words
+    reward_model: bool  # returns numbers, not text
     url: str = ""  # http://HOST:PORT while it answers
-    key: str = field(default="", repr=False)  # that requests to it carry
-    refused: str = ""  # why it will not answer any more
+    key: str = field(default="", repr=False)  # API key of its requests
+    refused: str = ""  # why it will not answer again
 
 
 class ServerStarting(Exception):
-    """The server does not answer at the moment, and will again."""
+    """The server does not answer at the moment, but will again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedUrl:
-    """Where the server of a name answers: a `url` of an endpoint. Called before each request."""
+    """A `url` of an endpoint that looks up the server with this name before each request."""
 
     name: str
 
     def __call__(self) -> str:
-        """Raises `ServerStarting` while it is being started, and `JudgeError` where nobody will start it."""
+        """Raises `ServerStarting` while the server is starting, and `JudgeError` if no process starts it."""
         known = _declared.get(self.name)
         if known is None:
-            raise JudgeError(f"no server of the name {self.name!r} is started: the recipe has no judge_servers.{self.name}")
+            raise JudgeError(f"there is no judge server {self.name!r}: the recipe has no judge_servers.{self.name}")
         if known.refused:
             raise JudgeError(known.refused)
         if not known.url:
-            raise ServerStarting(f"the judge's server {self.name} is being started")
+            raise ServerStarting(f"the judge server {self.name} is starting")
         return f"{known.url}/v1"
 
     @property
@@ -55,22 +55,22 @@ class ServedUrl:
 
     @property
     def weights(self) -> str:
-        """sha256 of the weights that it serves; empty before anybody has said which."""
+        """sha256 of the server's weights; empty before it is registered."""
         known = _declared.get(self.name)
         return "" if known is None else known.weights
 
     def server(self, *, reward_model: bool) -> JudgeServer:
-        """What is known of it. Raises `UserError` where the recipe starts no such server, or one of another kind."""
+        """The registered server. Raises `UserError` if the recipe starts no such server, or one of the other kind."""
         known = _declared.get(self.name)
         if known is None:
             there = f"; it has {', '.join(_declared)}" if _declared else ""
             raise UserError(
-                f"a judge asks the server {self.name!r}, and no recipe here starts one of that name{there}",
-                fix=f'add judge_servers={{"{self.name}": {{"model": FOLDER}}}} to the recipe; agentrl judge calibrate takes it by --recipe',
+                f"a judge uses the server {self.name!r}, but the recipe starts no server with that name{there}",
+                fix=f'add judge_servers={{"{self.name}": {{"model": FOLDER}}}} to the recipe; for agentrl judge calibrate, pass --recipe',
             )
         if known.reward_model != reward_model:
-            told = "gives numbers, so that it judges as a RewardModel" if known.reward_model else "is a chat model, not a reward model"
-            raise UserError(f"the model of judge_servers.{self.name} {told}", fix="name another model, or use the other kind of judge")
+            told = "is a reward model, which needs the judge RewardModel" if known.reward_model else "is a chat model, not a reward model"
+            raise UserError(f"the model of judge_servers.{self.name} {told}", fix="use another model, or the other kind of judge")
         return known
 
 
@@ -79,22 +79,22 @@ _named: set[str] = set()
 
 
 def served(name: str) -> ServedUrl:
-    """The server that the recipe calls `name` in its section `judges`."""
+    """The judge server `name` of the recipe's `judge_servers`, as the url of an endpoint."""
     _named.add(name)
     return ServedUrl(name)
 
 
 def register_servers(servers: Mapping[str, JudgeServer]) -> None:
-    """Says which servers are started in this process, in place of those of before."""
+    """Registers the servers of this process; replaces earlier ones."""
     _declared.clear()
     _declared.update(servers)
 
 
 def registered_servers() -> Mapping[str, JudgeServer]:
-    """Those that are started in this process, by name. Whoever starts them sets `url`, `key` and `refused`."""
+    """The registered servers by name. The code that starts them sets `url`, `key` and `refused`."""
     return _declared
 
 
 def unused_servers() -> list[str]:
-    """Declared servers that no judge has named so far."""
+    """Registered servers that no judge uses so far."""
     return sorted(set(_declared) - _named)

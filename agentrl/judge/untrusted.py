@@ -1,5 +1,5 @@
-"""An agent's words as data in a judge's prompt: between delimiters that nobody could guess, with nothing left in them that looks like
-a delimiter or like a control token of a chat template.
+"""Untrusted text as data in a judge's prompt: between random delimiters, without anything that looks like a delimiter or like a control
+token of a chat template.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Mapping
 
 NONCE_PLACEHOLDER = "-"
-"""In place of the random part of a delimiter where a prompt is only compared, as in the key of a cache."""
+"""Replaces the nonce of a delimiter in a prompt that is only compared, as in a cache key."""
 
 _SPECIAL = (
     "s|bos|eos|pad|unk|mask|cls|sep|sys|system|user|human|assistant|im_start|im_end|endoftext|eot|start_of_turn|end_of_turn|turn"
@@ -18,7 +18,7 @@ _SPECIAL = (
     "|start_header_id|end_header_id|instruction|instructions|inst|(?:begin|start|end)_of_[a-z]+|(?:begin|end)_[a-z]+_tag|reserved_[a-z0-9_]+"
     "|unused_?[0-9]+|extra_id_[0-9]+|arg_key|arg_value|observation|eom|eod"
 )
-# Where a control token or a delimiter may begin; a middle dot goes between its first character and the rest, so that it is none any more.
+# Where a control token or a delimiter may start. A middle dot after the first character breaks it.
 _BEGINS = re.compile(
     r"<(?=[|\uff5c])"  # <|im_start|>, and the same with a full-width bar
     r"|[|\uff5c](?=>)"
@@ -29,12 +29,14 @@ _BEGINS = re.compile(
 )
 _DOT = "\N{MIDDLE DOT}"
 _KEPT = frozenset("\n\t")
-_JOINERS = frozenset("\u200c\u200d")  # a part of words in Persian and of emoji
+_JOINERS = frozenset("\u200c\u200d")  # part of Persian words and of emoji
 
 
 def neutralize(text: str) -> str:
-    """The text without what a judge could take for structure: control tokens and delimiters are broken up by a middle dot, control
-    characters, characters that turn the text around and invisible tags become U+FFFD. Takes time proportional to the length.
+    """Neutralises structure in a text, in linear time.
+
+    Control tokens and delimiters are broken up by a middle dot. Control characters, bidirectional overrides and invisible tags become
+    U+FFFD.
     """
     if not text.isascii() or not text.isprintable():
         text = text.translate(_VISIBLE)
@@ -42,7 +44,7 @@ def neutralize(text: str) -> str:
 
 
 def truncate_middle(text: str, most: int) -> str:
-    """At most about `most` characters: head and tail are kept, and what was left out is said."""
+    """Shortens a text to about `most` characters: keeps head and tail, and marks the omission."""
     if len(text) <= most:
         return text
     head = (most + 1) // 2
@@ -50,7 +52,7 @@ def truncate_middle(text: str, most: int) -> str:
 
 
 def new_nonce(texts: Mapping[str, str]) -> str:
-    """The random part of the delimiters of one call: 128 bits that none of the texts holds."""
+    """A nonce for the delimiters of one call: 128 random bits that do not occur in the texts."""
     while True:
         nonce = secrets.token_hex(16)
         if not any(nonce in text for text in texts.values()):
@@ -58,20 +60,22 @@ def new_nonce(texts: Mapping[str, str]) -> str:
 
 
 def delimited(name: str, text: str, *, nonce: str) -> str:
-    """A text under its name, between delimiters."""
+    """A text between named delimiters."""
     return f"{begin_marker(name, nonce)}\n{neutralize(text)}\n{end_marker(name, nonce)}"
 
 
 def begin_marker(name: str, nonce: str) -> str:
+    """The opening delimiter."""
     return f"<<<BEGIN {name.upper()} {nonce}>>>"
 
 
 def end_marker(name: str, nonce: str) -> str:
+    """The closing delimiter."""
     return f"<<<END {name.upper()} {nonce}>>>"
 
 
 class _Visible(dict[int, str]):
-    """What each character becomes, found out when it is first met."""
+    """Replacement of each character, computed at its first occurrence."""
 
     def __missing__(self, number: int) -> str:
         char = chr(number)

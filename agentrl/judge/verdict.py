@@ -1,4 +1,4 @@
-"""A judge's words as a verdict, or as unreadable. Nothing is guessed: a verdict is one JSON object with exactly the numbers asked for."""
+"""Parses the answers of judges. A verdict is exactly one JSON object with the requested numbers; anything else is unreadable."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from typing import Any, NoReturn
 from agentrl.reward.configured import strip_code_fence
 
 MAX_REASONING = 4000
-"""Characters kept of what a judge gives as its reasons."""
+"""Maximum length of a judge's reasoning, in characters."""
 
 _OPENS = re.compile(r"\s*(<think>|\[THINK\])")
 _MARKS = {"<think>": re.compile(r"(<think>)|</think>"), "[THINK]": re.compile(r"(\[THINK\])|\[/THINK\]")}
-_LINE = 2000  # characters that are searched for the start of a quotation
+_LINE = 2000  # characters searched for the start of a quotation
 _CLOSES = re.compile(r"</think>|\[/THINK\]")
 _QUOTES = re.compile(r"(?:[\"'`:(\[{<>=\u201c\u2018\u00ab]|[^\s.!?\u2026)][ \t]+)\Z|\n[ \t]*>[^\n]*\Z")
-"""The end of a text that quotes what follows, such as `It says "` or `The answer contains `. Thoughts end with a line or a sentence."""
+"""The end of a text that quotes what follows, such as `It says "` or `The answer contains `. Reasoning ends with a line or a sentence."""
 
 
 class Unreadable(ValueError):
-    """What a judge said is no verdict; the message says why."""
+    """A judge's answer is not a verdict; the message says why."""
 
 
 class Abstained(ValueError):
-    """The judge says that it cannot tell."""
+    """The judge abstains."""
 
 
 def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
-    """The JSON object that a text consists of, alone or as its only fenced block. Skips reasoning before it, also if the prompt has opened
-    the reasoning block.
+    """Parses a text that consists of one JSON object, plain or as its only fenced block. Skips reasoning before it, also if the prompt
+    opened the reasoning block.
 
     Args:
-        thought_apart: whether the server returned the reasoning separately, so that `text` has none.
+        thought_apart: whether the server returned the reasoning separately, so `text` has none.
 
-    Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN, an object after a reasoning
-    block that the text only quotes.
+    Raises `Unreadable` for anything else: text around an object, two objects, a repeated key, NaN, an object after a reasoning block that
+    the text only quotes.
     """
     text = strip_code_fence((text if thought_apart else _after_thought(text)).strip(), "json")
     if not text:
-        raise Unreadable("says nothing")
+        raise Unreadable("is empty")
     if not text.startswith("{"):
-        raise Unreadable("is no JSON object")
+        raise Unreadable("is not a JSON object")
     try:
         value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_number)
     except Unreadable:
         raise
     except (ValueError, RecursionError):
-        raise Unreadable("is broken JSON") from None
+        raise Unreadable("is not valid JSON") from None
     if not isinstance(value, dict):
-        raise Unreadable("is no JSON object")
+        raise Unreadable("is not a JSON object")
     return value
 
 
 def _after_thought(text: str) -> str:
-    """What follows the judge's own reasoning block, the outermost one. Raises `Unreadable` if it is not closed, or is only quoted.
+    """The text after the judge's outermost reasoning block. Raises `Unreadable` if the block is not closed, or is only quoted.
 
     The judged text may contain `</think>` and a verdict, and a judge may quote it.
     """
@@ -76,13 +76,13 @@ def _after_thought(text: str) -> str:
 
 
 def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
-    """A whole number within its range; texts, truth values and fractions are none. Raises `Unreadable`."""
+    """A whole number within its range; strings, booleans and fractions are invalid. Raises `Unreadable`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unreadable(f"gives no number for {name}")
+        raise Unreadable(f"has no number for {name}")
     if not low <= value <= high:
-        raise Unreadable(f"gives a number outside of {low} to {high} for {name}")
+        raise Unreadable(f"has a number outside of {low} to {high} for {name}")
     if value != int(value):
-        raise Unreadable(f"gives no whole number for {name}")
+        raise Unreadable(f"has no whole number for {name}")
     return int(value)
 
 
@@ -95,15 +95,15 @@ def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -
     _may_abstain(verdict)
     scores = verdict.get("scores")
     if not isinstance(scores, dict) or set(scores) != set(wanted):
-        raise Unreadable(f"does not hold scores for {', '.join(wanted)}, and for nothing else")
+        raise Unreadable(f"does not have scores for exactly {', '.join(wanted)}")
     return {name: whole_number(scores[name], low=low, high=high, name=name) for name, (low, high) in wanted.items()}
 
 
 def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
-    """One of a few words. Raises `Abstained` or `Unreadable`."""
+    """The value of `key`, one of `among`. Raises `Abstained` or `Unreadable`."""
     _may_abstain(verdict)
     if verdict.get(key) not in among or not isinstance(verdict[key], str):
-        raise Unreadable(f"gives none of {', '.join(among)} for {key}")
+        raise Unreadable(f"has none of {', '.join(among)} for {key}")
     return str(verdict[key])
 
 
@@ -120,12 +120,13 @@ def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 
 def reasoning(verdict: Mapping[str, Any]) -> str:
+    """The reasoning of a verdict; empty if there is none."""
     said = verdict.get("reasoning")
     return said[:MAX_REASONING] if isinstance(said, str) else ""
 
 
 def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a verdict: reasons first, so that they are written before the numbers, and the way to abstain last."""
+    """The JSON schema of a verdict. The reasoning comes first, so that it is written before the numbers; abstaining comes last."""
     every = {"reasoning": {"type": "string"}, **properties, "abstain": {"type": "boolean"}}
     return {"type": "object", "properties": every, "required": list(every), "additionalProperties": False}
 
@@ -135,15 +136,15 @@ def _may_abstain(verdict: Mapping[str, Any]) -> None:
     if abstains is True:
         raise Abstained("the judge abstains")
     if abstains is not False:
-        raise Unreadable("gives neither true nor false for abstain")
+        raise Unreadable("has neither true nor false for abstain")
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise Unreadable("gives a key twice")
+        raise Unreadable("repeats a key")
     return found
 
 
 def _no_number(text: str) -> NoReturn:
-    raise Unreadable(f"holds {text}")
+    raise Unreadable(f"contains {text}")

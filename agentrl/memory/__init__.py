@@ -1,4 +1,6 @@
-"""Memory across episodes: notes that agents write and find again, by scope and version, never from attempts at their own task."""
+"""Memory across episodes: notes that agents write and later episodes search, by scope and version. Attempts at a task never see notes of
+other attempts at it.
+"""
 
 from agentrl.memory.episode import StoreView, scope_of
 from agentrl.memory.store import NoteStore, WrittenNotes, notes_to_commit, require_full_text_search

@@ -1,7 +1,7 @@
-"""What went through a run's memory, judged by the records of its episodes alone: who was shown whose notes, and whether that was right.
+"""Audits a run's memory from the records of its episodes: which notes each episode read, and whether it was allowed to.
 
-The store has rules of its own; here nothing of it is believed. For every training episode the episodes whose notes it was shown are
-looked up, and for every evaluation the ids.
+The audit does not rely on the note store. For every training episode it looks up the authors of the notes that were read, and for every
+evaluation episode their ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
 from agentrl.records import Group
 
 SHOWN = 20
-"""Wrong readings that are told; all are counted."""
+"""Maximum number of wrong reads in the report; all are counted."""
 
 _TRANSCRIPT: Mapping[str, type] = {"phase": str, "split": str, "task_id": str}
 _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
@@ -29,7 +29,7 @@ _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
 
 @dataclass(frozen=True, slots=True)
 class _Author:
-    """An episode that wrote notes which count, and the keys of the tasks whose attempts may have told it something."""
+    """An episode whose notes count, and the keys of the tasks that it may know something about."""
 
     step: int
     knows: frozenset[str]
@@ -37,24 +37,26 @@ class _Author:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """What was written and read in a run, and what must not have been."""
+    """What was written and read in a run, and the reads that were not allowed."""
 
-    version: int  # steps whose notes are in the store
-    kept: Mapping[str, tuple[int, int]]  # scope -> notes that are kept, and episodes that wrote them
-    episodes: int  # of training
+    version: int  # number of steps in the store
+    kept: Mapping[str, tuple[int, int]]  # scope -> number of stored notes, and of episodes that wrote them
+    episodes: int  # training episodes
     writers: int
     readers: int
-    evaluated: int  # episodes of evaluations
+    evaluated: int  # evaluation episodes
     evaluated_readers: int
     wrong: int
     examples: tuple[str, ...]
-    answers: tuple[Mapping[str, Any], ...]  # episodes that were shown words with an answer to their own task
+    answers: tuple[Mapping[str, Any], ...]  # episodes that read a note with an answer to their task
 
     @property
     def ok(self) -> bool:
+        """Whether no read was wrong."""
         return not self.wrong
 
     def to_data(self) -> dict[str, Any]:
+        """The report as JSON data."""
         names = ("version", "episodes", "writers", "readers", "evaluated", "evaluated_readers", "wrong")
         kept = {scope: {"notes": notes, "writers": writers} for scope, (notes, writers) in self.kept.items()}
         told = {"examples": list(self.examples), "answers": [dict(one) for one in self.answers]}
@@ -62,18 +64,18 @@ class MemoryReport:
 
 
 def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
-    """Looks at every episode of a run with a memory. `telling`: how many groups of how many are done.
+    """Examines every episode of a run with a memory. `telling` is called with the numbers of finished and of all groups.
 
-    Raises `UserError` for a folder that holds no such run, and `StoreError`.
+    Raises `UserError` for a folder without such a run, and `StoreError`.
     """
     if not run.is_dir():
-        raise UserError(f"no run folder {run}", fix="give the folder of a run, such as runs/archive")
+        raise UserError(f"no run folder {run}", fix="use the folder of a run, such as runs/archive")
     try:
         recipe = load(run / "recipe.json")
     except (OSError, ValueError) as error:
-        raise UserError(f"{run} holds no run: {str(error)[:500]}", fix="give the folder of a run, such as runs/archive") from None
+        raise UserError(f"{run} is not a run folder: {str(error)[:500]}", fix="use the folder of a run, such as runs/archive") from None
     if recipe.memory is None:
-        raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe, and begin another run")
+        raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
     found = _Readings(recipe)
     if (run / "experience.sqlite").is_file() or recipe.store != "sqlite":
         store = open_store(run, recipe)
@@ -102,7 +104,7 @@ def audit_memory(run: Path, *, telling: Callable[[int, int], None] = lambda done
 
 
 class _Readings:
-    """What the episodes of a run were shown, group after group in the order of their indices."""
+    """The reads of a run's episodes, group by group in order of their indices."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.episodes = self.writers = self.readers = self.of_evaluations = self.readers_of_evaluations = 0
@@ -113,6 +115,7 @@ class _Readings:
         self._authors: dict[str, _Author] = {}
 
     def group(self, group: Group) -> None:
+        """Adds a training group."""
         step, count = self._steps.step_of(group.index), {one.episode for one in notes_to_commit(group.episodes, min_score=self._min_score)}
         for one in group.episodes:
             episode, memo = one.episode, one.episode.memory
@@ -128,27 +131,27 @@ class _Readings:
                 self._authors[episode.id] = _Author(step, knows)
 
     def _why(self, name: str, author: _Author | None, task_key: str, step: int) -> str:
-        """What is wrong with an attempt at a task that was shown a note of this author."""
+        """Why an attempt at a task must not read a note of this author; empty if it may."""
         if author is None:
-            return f"was shown a note of {name}, which is no earlier training episode that counts"
+            return f"read a note of {name}, which is not an earlier training episode that counts"
         if author.step >= max(0, step - self._behind):
-            return f"of step {step} was shown a note of {name}, of step {author.step}: the version that it reads ends before"
-        return f"was shown a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
+            return f"of step {step} read a note of {name}, of step {author.step}, which is later than the version that it reads"
+        return f"read a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
-        """A transcript of an evaluation: what it was shown is of the same evaluation and split."""
+        """Adds an evaluation transcript, which may only read notes of the same evaluation and split."""
         if line["phase"] == "train" or not isinstance(memory := line.get("memory"), dict):
             return
         read = memory.get("read")
-        names = [str(name) for name in read] if isinstance(read, list) else ["nobody knows whom"]
+        names = [str(name) for name in read] if isinstance(read, list) else ["an unknown episode"]
         self.of_evaluations += 1
         self.readers_of_evaluations += bool(names)
         own = f"{line['phase']}-{line['split']}-"
-        self.wrong += [f"{line['task_id']} in {own[:-1]} was shown a note of {name}" for name in names if not name.startswith(own)]
+        self.wrong += [f"{line['task_id']} in {own[:-1]} read a note of {name}" for name in names if not name.startswith(own)]
 
 
 def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-    """The objects that the files hold, a line each. Raises `UserError` for a line that is not one with the fields that are required."""
+    """The JSON objects of files, one per line. Raises `UserError` for a line without the required fields."""
     for path in paths:
         try:
             lines = complete_lines(path)
@@ -161,8 +164,8 @@ def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict
                 found = None
             if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in required.items()):
                 raise UserError(
-                    f"{path}: line {number} is damaged, and what its episode was shown is not known",
-                    fix="bring the file back from a copy, or delete the line to have the others judged without it",
+                    f"{path}: line {number} is damaged, so the reads of its episode are unknown",
+                    fix="restore the file from a copy, or delete the line to audit the others",
                 )
             yield found
 

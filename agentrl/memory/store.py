@@ -1,8 +1,8 @@
-"""Notes by scope and version, in one SQLite file. A version is whole: the notes of a step's episodes come into it together, once.
+"""Notes by scope and version, in one SQLite file. Each version adds all notes of a step's episodes in one transaction.
 
-What an episode finds is a pure function of its version, its scope, its task and its query: neither notes that came later, nor those of
-other scopes, change a result or its order. And nothing that an attempt at a task wrote is ever shown to another attempt at it, nor what
-others wrote after they had read it (see `_kin`): an answer does not come back through the memory, whoever copies it.
+A search result is a pure function of version, scope, task and query: later notes and notes of other scopes change neither the result nor
+its order. Attempts at a task never see notes of other attempts at it, nor notes that were written after reading such notes (see `_kin`).
+So an answer cannot return through the memory, even indirectly.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from agentrl.records import ScoredEpisode
 from agentrl.records.memo import Memo
 
 QUERY_CHARS = 200
-"""Most characters of a query."""
+"""Maximum length of a query, in characters."""
 QUERY_WORDS = 16
-"""Words of a query that are looked for, the first ones."""
+"""Number of words of a query that are searched; further words are ignored."""
 
 _QUERY_S = 60.0
-_LONGEST = 1 << 28  # bytes of a value
-_KIN_KEPT = 256  # task keys: more than there are groups in flight
+_LONGEST = 1 << 28  # maximum size of a value in bytes
+_KIN_KEPT = 256  # task keys in the cache, more than there are groups in flight
 _APPLICATION_ID = 0x41474D4D  # "AGMM"
 _SCHEMA_VERSION = 1
 _SCHEMA = (
@@ -56,7 +56,7 @@ _KIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenNotes:
-    """What one episode that counts wrote, and for which task."""
+    """The notes of one episode that counts, and the key of its task."""
 
     episode: str
     task_key: str
@@ -65,14 +65,14 @@ class WrittenNotes:
 
 @dataclass(frozen=True, slots=True)
 class NoteMatch:
-    """A note that was found, and the id of the episode that wrote it."""
+    """A matching note, and the id of the episode that wrote it."""
 
     text: str
     episode: str
 
 
 def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[WrittenNotes]:
-    """What those of some episodes wrote that count, and have at least the score `min_score`, in their order."""
+    """The notes of those episodes that are not excluded and score at least `min_score`, in order."""
     return [
         WrittenNotes(episode=one.episode.id, task_key=one.episode.task_key, memo=one.episode.memory)
         for one in episodes
@@ -82,21 +82,20 @@ def notes_to_commit(episodes: Iterable[ScoredEpisode], *, min_score: float | Non
 
 
 class NoteStore:
-    """The notes of a run. Safe for several threads; one process writes, as a run folder has one driver.
+    """The notes of a run. Thread-safe; only one process may write.
 
     Args:
-        path: the database file; made with its folder when absent. None: in memory, for as long as it is open.
-        behind: how many versions before the newest may still be read. Notes that none of these shows are deleted.
+        path: the database file; created with its folder if missing. None: in memory.
+        behind: how many versions before the newest may still be read. Notes that none of these versions shows are deleted.
 
-    Every method raises `StoreError` when the file is damaged, full or none of this version. What is in it can be made again from the
-    run's groups, which hold all that episodes wrote.
+    Every method raises `StoreError` if the file is damaged, full or of another version. The notes can be rebuilt from the run's groups.
     """
 
     def __init__(self, path: Path | None, config: MemoryConfig, *, behind: int = 0) -> None:
         self.config = config
         self.path = path
         self._behind = behind
-        self._kin: dict[str, set[int]] = {}  # task key -> writers whose notes its attempts are not shown
+        self._kin: dict[str, set[int]] = {}  # task key -> writers whose notes are hidden from its attempts
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with self._translated():
             if path is not None:
@@ -111,14 +110,14 @@ class NoteStore:
 
     @property
     def version(self) -> int:
-        """The newest version: the number of steps whose notes are there."""
+        """The newest version: the number of stored steps."""
         (row,) = self._rows("SELECT COALESCE(MAX(step) + 1, 0) FROM steps")
         return int(row[0])
 
     def commit(self, step: int, episodes: Iterable[WrittenNotes]) -> bool:
-        """Adds what a step's episodes wrote, all or nothing, and makes version `step + 1`; False when that is there already.
+        """Stores the notes of a step's episodes in one transaction and creates version `step + 1`. Returns False if it exists already.
 
-        Raises `StoreError` for a step that does not follow the one before.
+        Raises `StoreError` for a step that does not follow the last one.
         """
         with self._lock, self._asked(), transaction(self._db) as db:
             have = int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
@@ -134,11 +133,11 @@ class NoteStore:
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
-        """The notes of a version and scope that an attempt at a task may be shown, best first: at most `results` of the recipe.
+        """The notes of a version and scope that an attempt at a task may see, best first; at most `memory.results` of the recipe.
 
-        A note's rank is the sum of log(1 + N / n) over the query's words that it has, where n of the N notes that may be shown have
-        the word (inverse document frequency); of equal ones the newest comes first. A word is found in its English inflections and
-        without accents. Without a word the newest notes are given.
+        A note's rank is the sum of log(1 + N / n) over the query's words that it contains, where n of the N visible notes contain the
+        word (inverse document frequency). Among equal ranks the newest note comes first. Words match in their English inflections and
+        without accents. An empty query returns the newest notes.
         """
         terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
         with self._lock, self._asked():
@@ -156,16 +155,17 @@ class NoteStore:
             return tuple(NoteMatch(*_texts(self._db.execute(_NOTE, (one,)).fetchone())) for one in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Scope -> notes that are kept, and episodes that wrote them."""
+        """Scope -> number of stored notes, and of episodes that wrote them."""
         rows = self._rows("SELECT scope, COUNT(*), COUNT(DISTINCT writer) FROM notes GROUP BY scope ORDER BY scope")
         return {str(scope): (notes, writers) for scope, notes, writers in rows}
 
     def close(self) -> None:
+        """Closes the database."""
         with self._lock:
             self._db.close()
 
     def _hidden(self, task_key: str) -> set[int]:
-        """`_kin`, which stays the same until a step is added."""
+        """`_kin`, cached until the next commit."""
         if task_key not in self._kin:
             if len(self._kin) >= _KIN_KEPT:
                 self._kin.clear()
@@ -173,9 +173,9 @@ class NoteStore:
         return self._kin[task_key]
 
     def _having(self, term: str, where: str, values: Sequence[Any], hidden: set[int]) -> list[int]:
-        """Ids of the notes that may be shown and have a word.
+        """Ids of the visible notes that contain a word.
 
-        The cross join has SQLite look the word up once. Left to choose, it looks it up again for each note of the scope.
+        The cross join makes SQLite look the word up once instead of once for each note of the scope.
         """
         query = f"SELECT id, writer FROM words CROSS JOIN notes ON id = words.rowid WHERE words MATCH ? AND {where}"
         return [note for note, writer in self._db.execute(query, (f'"{term}"', *values)) if writer not in hidden]
@@ -191,7 +191,7 @@ class NoteStore:
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)
         if read_pragma(db, "application_id") != _APPLICATION_ID or read_pragma(db, "user_version") != _SCHEMA_VERSION:
-            raise StoreError(f"{self._name} holds no notes that this agentrl reads\n  fix: {_AGAIN}")
+            raise StoreError(f"{self._name} is not a database of notes, or belongs to another version\n  fix: {_AGAIN}")
 
     @property
     def _name(self) -> str:
@@ -208,28 +208,30 @@ class NoteStore:
             yield
         except sqlite3.DatabaseError as error:
             again = is_damaged(error) or isinstance(error, ForeignDatabase)
-            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if again else 'free disk space, and --resume'}") from error
+            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if again else 'free disk space, then --resume'}") from error
         except OSError as error:
             raise StoreError(f"{self._name}: {error}") from error
 
 
-_AGAIN = "delete it, and the run makes it again from the notes in its experience store"
+_AGAIN = "delete it; the run rebuilds it from its experience store"
 _NOTE = "SELECT text, episode FROM notes JOIN writers ON writers.id = writer WHERE notes.id = ?"
 
 
 def require_full_text_search() -> None:
-    """Raises `UserError` where Python's SQLite has no full-text search."""
+    """Raises `UserError` if Python's SQLite has no full-text search."""
     with sqlite3.connect(":memory:") as db:
         if not db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone():
-            raise UserError("memory: Python's SQLite was built without FTS5", fix="use a Python whose sqlite3 has it, or leave memory out")
+            raise UserError(
+                "memory: Python's SQLite was built without FTS5", fix="use a Python with FTS5 in sqlite3, or remove memory from the recipe"
+            )
 
 
 def _add(db: sqlite3.Connection, step: int, one: WrittenNotes) -> None:
-    """Keeps the notes of one episode, but for texts that its scope has already, and whose notes it had been shown."""
+    """Stores the sources and the notes of one episode. Notes that the scope has already are skipped."""
     writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (one.episode, one.task_key)).lastrowid
     sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in one.memo.read]
     if None in sources:
-        raise StoreError(f"episode {one.episode} was shown notes of {one.memo.read[sources.index(None)]}, which wrote none")
+        raise StoreError(f"episode {one.episode} read notes of {one.memo.read[sources.index(None)]}, which wrote none")
     db.executemany("INSERT OR IGNORE INTO sources VALUES (?, ?)", [(writer, source[0]) for source in sources])
     for text in one.memo.notes:
         row = (step, writer, one.memo.scope, text)
@@ -239,7 +241,7 @@ def _add(db: sqlite3.Connection, step: int, one: WrittenNotes) -> None:
 
 
 def _forget(db: sqlite3.Connection, *, version: int, keep: int) -> None:
-    """Deletes the notes that neither this version nor a later one shows. Who wrote after reading them stays known."""
+    """Deletes the notes that neither this version nor a later one shows. The sources of later notes are kept."""
     for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (keep,)).fetchall():
         old = db.execute("SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _floor(db, scope, version, keep))).fetchall()
         db.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
@@ -247,14 +249,14 @@ def _forget(db: sqlite3.Connection, *, version: int, keep: int) -> None:
 
 
 def _floor(db: sqlite3.Connection, scope: str, version: int, keep: int) -> int:
-    """Id of the oldest note that a version shows of a scope: it shows the `keep` newest ones."""
+    """Id of the oldest note of a scope that a version shows: it shows the `keep` newest ones."""
     query = "SELECT id FROM notes WHERE scope = ? AND step < ? ORDER BY id DESC LIMIT 1 OFFSET ?"
     row = db.execute(query, (scope, version, keep - 1)).fetchone()
     return 0 if row is None else int(row[0])
 
 
 def _kin(db: sqlite3.Connection, task_key: str) -> set[int]:
-    """The writers who may know what attempts at a task found out: those attempts, and who read what one of the kin wrote."""
+    """The writers who may know the answer to a task: its attempts, and all who read a note of such a writer."""
     return {row[0] for row in db.execute(_KIN, (task_key,))}
 
 
@@ -267,7 +269,7 @@ def _ranked(having: Mapping[str, Sequence[int]], total: int) -> list[int]:
 
 
 def _texts(row: Sequence[object] | None) -> tuple[str, ...]:
-    """The values of a row that the schema says are texts. Raises `ForeignDatabase`, because SQLite stores values of any type."""
+    """The values of a row, which must be texts. Raises `ForeignDatabase` otherwise, because SQLite stores values of any type."""
     values = tuple(value for value in row or () if isinstance(value, str))
     if row is None or len(values) < len(row):
         raise ForeignDatabase("a note is not a text, or has no writer")

@@ -30,25 +30,33 @@ class ForwardingSandbox:
         output_bytes: int = 65536,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
+        """See `Sandbox.exec`."""
         return await self._through(self._sandbox.exec(argv, stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes, env=env))
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
+        """See `Sandbox.python`."""
         return await self._through(self._sandbox.python(code, timeout_s=timeout_s, output_bytes=output_bytes, session=session))
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
+        """See `Sandbox.read`."""
         return await self._through(self._sandbox.read(path, max_bytes=max_bytes))
 
     async def write(self, path: str, data: bytes) -> None:
+        """See `Sandbox.write`."""
         await self._through(self._sandbox.write(path, data))
 
     async def snapshot(self) -> bytes:
+        """See `Sandbox.snapshot`."""
         return await self._through(self._sandbox.snapshot())
 
     async def pause(self) -> None:
+        """See `Sandbox.pause`."""
         await self._through(self._sandbox.pause())
 
     async def resume(self) -> None:
+        """See `Sandbox.resume`."""
         await self._through(self._sandbox.resume())
 
     async def close(self) -> None:
+        """See `Sandbox.close`."""
         await self._sandbox.close()

@@ -1,8 +1,7 @@
-"""Rewards: running a task's verifiers and combining their scores. A verifier that fails leaves the episode unscored.
+"""Rewards: run the verifiers of a task and combine their scores. A verifier that fails leaves the episode unscored.
 
-`agentrl.reward.rubric` combines several with weights, gates and caps; `agentrl.reward.worker` is a process for judging with code that may
-hang. `agentrl.reward.cleanroom` is the verifier of task folders; `inside/` holds the programs that it runs in sandboxes.
-`agentrl.judge` are verifiers that ask a model.
+`rubric` combines verifiers with weights, required criteria and caps. `worker` runs scoring code that may hang in a subprocess.
+`cleanroom` is the verifier of task folders, and `inside/` holds the programs that it runs in sandboxes.
 """
 
 from agentrl.reward.configured import ConfiguredVerifier

@@ -1,20 +1,20 @@
-"""Clean-room grading: hidden tests judge declared outputs in fresh sandboxes, after the agent's last action.
+"""Clean-room grading: hidden tests grade declared outputs in fresh sandboxes, after the agent's last action.
 
-In mode `judge` even those are separate. The host performs the task's runs in a sandbox with the task's files and the outputs, and
-takes the results as data; the judging code then runs in another sandbox with this data and the tests, which never runs a program
-under test. So a program can neither read what it is compared with nor write a report of the tests. The other modes run tests and
-code under test in one sandbox; docs/security.md says what that costs.
+In mode `judge` the tests and the programs under test are also separated. The host executes the task's runs in a sandbox with the task's
+files and the outputs, and reads the results as data. The tests then run in a second sandbox that holds this data but never executes a
+program under test. So a program can neither read the expected values nor forge a test report. The other modes run tests and code under
+test in one sandbox; docs/security.md describes the risk.
 
-A test has passed only if it reports so. In mode `harbor` the value is the reward that the tests wrote. When tests break instead of
-reporting, the gold solution is graded in the same way, once for each task: if that breaks too, the task is to blame, else the
-outputs are.
+A test has passed only if it reports so. In mode `harbor` the value is the reward that the tests wrote. If tests break instead of
+reporting, the gold solution is graded in the same way, once for each task: if it breaks too, the task is to blame, else the outputs are.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from agentrl.errors import TaskError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, ExecResult, Score, Task
 from agentrl.records.paths import is_plain_path
-from agentrl.reward.rewardfile import reward
 from agentrl.task.grading import Grading, GradingRun, grading_of
 from agentrl.task.outputs import overlay, run_and_collect
 
@@ -32,60 +31,61 @@ JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
     (INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child", "harbor")
 )
 RUN_OUTPUT_BYTES = 128 << 10
-"""Bytes kept of stdout, and of stderr, of one run."""
+"""Maximum size of stdout, and of stderr, of one run."""
 READ_BYTES = 4 << 20
-"""Largest total size of the files that runs write."""
+"""Maximum total size of the files that runs write."""
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
+REWARD_KEY = "reward"
 LATE_RETRIES = 1
-"""How often a grading that exceeded a time limit is repeated before it scores."""
+"""How often a grading that exceeded a time limit is repeated before it counts."""
 OPEN_S = 300.0
-"""Deadline for opening a sandbox; it may have to wait until an episode closes its own."""
+"""Deadline for opening a sandbox. A sandbox may become free only when an episode closes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Results of the tests. `said`: test -> "" or its error. `broken`: why there is no complete report. `untouched`: it broke before
-    any of the agent's files was read. `reward`: the value, where the tests give one. `late`: something ran into its time limit."""
+class TestOutcome:
+    """Results of the tests of a task."""
 
-    reward: float | None = None
-    said: Mapping[str, str] = field(default_factory=dict)
-    broken: str = ""
-    untouched: bool = False
-    late: bool = False
+    __test__ = False  # not a test class of pytest
+
+    reward: float | None = None  # that the tests wrote, if any
+    errors: Mapping[str, str] = field(default_factory=dict)  # test -> error; "" if it passed
+    broken: str = ""  # why there is no complete report
+    untouched: bool = False  # whether it broke before any of the agent's files was read
+    late: bool = False  # whether a time limit was exceeded
 
 
 class CleanRoom:
-    """The verifier of task folders: 1 when every test passes, else 0; `parts["tests"]` is the share that passes (a `SandboxVerifier`)."""
+    """The verifier of task folders: 1 if every test passes, else 0. `parts["tests"]` is the share of tests that pass."""
 
     needs_sandboxes = True
 
     def __init__(self) -> None:
-        self._gold: dict[str, Outcome] = {}
+        self._gold: dict[str, TestOutcome] = {}
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
-        """Raises `InfrastructureError`, and `TaskError` when the tests are broken."""
+        """Grades the outputs of the episode. Raises `InfrastructureError`, and `TaskError` if the tests are broken."""
         plan = grading_of(task)
         if not episode.outputs and not episode.removed:
             return Score(value=0.0, parts={"tests": 0.0}, evidence="none of the declared outputs exists")
         outcome = await grade_outputs(task, plan, episode.outputs, sandboxes, removed=episode.removed)
         if outcome.broken:
-            await self._prove(task, plan, outcome, sandboxes)
+            await self._check_gold(task, plan, outcome, sandboxes)
+        errors = {name: error for name, error in outcome.errors.items() if error}
         if outcome.reward is not None:
-            evidence = "\n".join(f"{name}: {error}" for name, error in outcome.said.items() if error)[:2000]
-            return Score(value=outcome.reward, parts={"tests": outcome.reward}, evidence=evidence)
+            return Score(value=outcome.reward, parts={"tests": outcome.reward}, evidence=_evidence(errors))
         expected = plan.test_names()
-        passed = [name for name in expected if outcome.said.get(name) == ""]
-        wrong = {name: error for name, error in outcome.said.items() if error}
-        missing = {name: outcome.broken or "no report" for name in expected if name not in outcome.said}
-        evidence = "\n".join(f"{name}: {error}" for name, error in {**wrong, **missing}.items())[:2000]
-        right = len(passed) == len(expected) and not wrong and not outcome.broken
-        return Score(value=float(right), parts={"tests": len(passed) / len(expected)}, evidence=evidence)
+        passed = sum(outcome.errors.get(name) == "" for name in expected)
+        missing = {name: outcome.broken or "no report" for name in expected if name not in outcome.errors}
+        right = passed == len(expected) and not errors and not outcome.broken
+        return Score(value=float(right), parts={"tests": passed / len(expected)}, evidence=_evidence(errors | missing))
 
-    async def _prove(self, task: Task, plan: Grading, outcome: Outcome, sandboxes: SandboxBackend) -> None:
-        """Raises `TaskError` when it is not the agent's fault that the tests break."""
+    async def _check_gold(self, task: Task, plan: Grading, outcome: TestOutcome, sandboxes: SandboxBackend) -> None:
+        """Raises `TaskError` if the tests break for another reason than the agent's outputs."""
+        fix = "run agentrl check on the family"
         if outcome.untouched:
-            raise TaskError(f"task {task.id}: its tests do not load: {outcome.broken}", fix="run agentrl check on the family")
+            raise TaskError(f"task {task.id}: its tests do not load: {outcome.broken}", fix=fix)
         if not plan.gold:
             return
         if task.key not in self._gold:
@@ -96,69 +96,86 @@ class CleanRoom:
         gold = self._gold[task.key]
         if gold.late:  # the machine may have been slow, so the next episode repeats the proof
             del self._gold[task.key]
-        if reason := gold.broken:
-            raise TaskError(f"task {task.id}: its tests break on the gold solution too: {reason}", fix="run agentrl check on the family")
+        if gold.broken:
+            raise TaskError(f"task {task.id}: its tests break on the gold solution too: {gold.broken}", fix=fix)
 
 
 grade = CleanRoom()
-"""The verifier's reference in tasks: `agentrl.reward.cleanroom:grade`."""
+"""Tasks refer to this verifier as `agentrl.reward.cleanroom:grade`."""
 
 
 async def grade_outputs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, *, removed: Sequence[str] = ()
-) -> Outcome:
-    """Runs a task's tests on outputs, in fresh sandboxes. If anything exceeds its time limit, all tests are repeated up to `LATE_RETRIES`
-    times, because the machine may have been slow. Raises `InfrastructureError`."""
-    for _ in range(LATE_RETRIES):
-        outcome = await _graded(task, plan, outputs, sandboxes, removed)
-        if not outcome.late:
-            return outcome
-    return await _graded(task, plan, outputs, sandboxes, removed)
+) -> TestOutcome:
+    """Runs a task's tests on outputs in fresh sandboxes. Raises `InfrastructureError`.
 
-
-async def _graded(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, removed: Sequence[str]) -> Outcome:
-    try:
-        if plan.mode == "harbor":
-            return await _harbor(task, plan, outputs, removed, sandboxes)
-        if plan.mode == "judge":
-            return await _judge(task, plan, outputs, sandboxes)
-        return await _contained(task, plan, outputs, sandboxes)
-    except ValueError as error:  # the sandbox refused files: too large, or a name too long
-        if isinstance(error, TaskError):
+    If anything exceeds its time limit, all tests are repeated up to `LATE_RETRIES` times, because the machine may have been slow.
+    """
+    for attempt in range(LATE_RETRIES + 1):
+        try:
+            if plan.mode == "harbor":
+                outcome = await _harbor(task, plan, outputs, removed, sandboxes)
+            elif plan.mode == "judge":
+                outcome = await _judge(task, plan, outputs, sandboxes)
+            else:
+                outcome = await _contained(task, plan, outputs, sandboxes)
+        except TaskError:
             raise
-        return Outcome(broken=f"the outputs cannot be placed in a sandbox: {error}"[:500])
+        except ValueError as error:  # the sandbox rejected files: too large, or a name too long
+            outcome = TestOutcome(broken=f"the outputs cannot be placed in a sandbox: {error}"[:500])
+        if not outcome.late or attempt == LATE_RETRIES:
+            break
+    return outcome
 
 
-async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> Outcome:
-    results, written = await _perform(task, plan, outputs, sandboxes)
+async def _report(
+    task: Task, plan: Grading, sandboxes: SandboxBackend, program: str, *, files: Mapping[str, bytes], secret: str, stdin: bytes
+) -> tuple[ExecResult, list[dict[str, Any]]]:
+    """Runs a grading program in a fresh sandbox. Returns the result, and the objects of its report.
+
+    The report is empty if stdout contains anything but lines with the secret, because only the program writes to this stdout.
+    """
+    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
+    try:
+        argv = ["python3", "-I", "-B", "-c", program]
+        result = await sandbox.exec(argv, stdin=stdin, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
+    finally:
+        await sandbox.close()
+    *lines, rest = result.stdout.split("\n")
+    marked = [line.partition(" ") for line in lines]
+    if rest or any(mark != secret for mark, _, _ in marked):  # also if stdout was truncated, which a line of it says
+        return result, []
+    try:
+        report = [json.loads(text) for _, _, text in marked]
+    except (ValueError, RecursionError):
+        return result, []
+    return result, report if all(isinstance(entry, dict) for entry in report) else []
+
+
+async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> TestOutcome:
+    results, written = await _execute_runs(task, plan, outputs, sandboxes)
     files = {f"tests/{path}": data for path, data in plan.files().items()}
     files |= {f"outputs/{path}": data for path, data in outputs.items()}
     files |= {f"runs/{path}": data for path, data in written.items()}
     files["runs/results.json"] = json.dumps(results).encode()
     secret = secrets.token_hex(16)
-    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
-    try:
-        argv = ["python3", "-I", "-B", "-c", JUDGE]
-        done = await sandbox.exec(argv, stdin=secret.encode() + b"\n", timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
-    finally:
-        await sandbox.close()
-    late = done.reason == "timeout" or any(one["reason"] == "timeout" for one in results)
-    lines = _report(done, secret)
-    loaded = lines[0].get("loaded") if lines else None
-    if not isinstance(loaded, list) or not _are_texts(loaded):
-        return Outcome(broken=_ending(done), untouched=not done.truncated, late=late)  # so much is said of what the agent handed in
-    said = _texts({line.get("test"): line.get("error") for line in lines[1:] if _are_texts([line.get("test")])})
-    complete = len(said) == len(lines) - 1 and set(loaded) == set(said) and done.exit_code == 0
-    return Outcome(said=said, broken="" if complete else _ending(done), late=late)
+    done, report = await _report(task, plan, sandboxes, JUDGE, files=files, secret=secret, stdin=secret.encode() + b"\n")
+    late = done.reason == "timeout" or any(result["reason"] == "timeout" for result in results)
+    loaded = report[0].get("loaded") if report else None
+    if not isinstance(loaded, list) or not all(isinstance(name, str) for name in loaded):
+        return TestOutcome(broken=_ending(done), untouched=not done.truncated, late=late)  # output about the agent's files may be cut
+    errors = _texts({entry.get("test"): entry.get("error") for entry in report[1:] if isinstance(entry.get("test"), str)})
+    complete = len(errors) == len(report) - 1 and set(loaded) == set(errors) and done.exit_code == 0
+    return TestOutcome(errors=errors, broken="" if complete else _ending(done), late=late)
 
 
-async def _perform(
+async def _execute_runs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Performs every run, in a sandbox without tests: results in order, and `<number of the run>/<path>` -> file it wrote."""
+    """Executes all runs in a sandbox without tests. Returns the results in order, and `<index of the run>/<path>` -> file that it wrote."""
     results: list[dict[str, Any]] = []
     written: dict[str, bytes] = {}
-    tests, below = plan.files(), overlay(task.contents(), outputs)
+    tests, files = plan.files(), overlay(task.contents(), outputs)
     sandbox: Sandbox | None = None
     try:
         for number, run in enumerate(plan.runs):
@@ -166,8 +183,8 @@ async def _perform(
                 await sandbox.close()
                 sandbox = None
             if sandbox is None:
-                sandbox = await sandboxes.open(task.sandbox, files=below, timeout_s=OPEN_S)
-            results.append(await _one_run(run, sandbox, tests))
+                sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
+            results.append(await _execute_run(run, sandbox, tests))
             left = READ_BYTES - sum(map(len, written.values()))
             written |= {f"{number}/{path}": data for path, data in (await _read(sandbox, run.reads, left)).items()}
     finally:
@@ -176,7 +193,7 @@ async def _perform(
     return results, written
 
 
-async def _one_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, bytes]) -> dict[str, Any]:
+async def _execute_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, bytes]) -> dict[str, Any]:
     stdin = tests[run.stdin_file] if run.stdin_file else run.stdin.encode()
     argv: Sequence[str] = run.argv
     if run.call:
@@ -190,18 +207,12 @@ async def _one_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, bytes]
         done = ExecResult(exit_code=None, stdout="", stderr=str(error)[:500], wall_s=0.0, reason="blocked")
     else:
         done = await sandbox.exec(argv, stdin=stdin, timeout_s=run.timeout_sec, output_bytes=RUN_OUTPUT_BYTES)
-    return {
-        "name": run.name,
-        "exit": done.exit_code,
-        "reason": done.reason,
-        "stdout": done.stdout,
-        "stderr": done.stderr,
-        "truncated": done.truncated,
-    }
+    fields = {name: getattr(done, name) for name in ("reason", "stdout", "stderr", "truncated")}
+    return {"name": run.name, "exit": done.exit_code, **fields}
 
 
 async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
-    """Those of `paths` that are regular files within `left` bytes; for the tests the others are missing."""
+    """Those of `paths` that are regular files, within `left` bytes in total. The tests see the others as missing."""
     files: dict[str, bytes] = {}
     for path in paths:
         try:
@@ -212,76 +223,86 @@ async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, 
     return files
 
 
-async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> Outcome:
+async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> TestOutcome:
     files = {f"work/{path}": data for path, data in overlay(task.contents(), outputs).items()}
     files |= {f"tests/{path}": data for path, data in plan.files().items()}
     secret = secrets.token_hex(16)
     names = sorted({name.partition("::")[0] for name in plan.test_names()})
     request = json.dumps({"secret": secret, "mode": plan.mode, "child": PYTEST, "files": names}).encode()
-    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
-    try:
-        argv = ["python3", "-I", "-B", "-c", CONTAINED]
-        done = await sandbox.exec(argv, stdin=request, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
-    finally:
-        await sandbox.close()
+    done, report = await _report(task, plan, sandboxes, CONTAINED, files=files, secret=secret, stdin=request)
     late = done.reason == "timeout"
-    lines = _report(done, secret)
-    tests = lines[0].get("tests") if len(lines) == 1 else None
+    tests = report[0].get("tests") if len(report) == 1 else None
     if not isinstance(tests, dict):
-        return Outcome(broken=_ending(done), late=late)
-    said = _texts(tests)
-    stopped = len(said) < len(tests) or (plan.mode == "pytest" and not set(plan.test_names()) <= set(said))
-    return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "", late=late)
+        return TestOutcome(broken=_ending(done), late=late)
+    errors = _texts(tests)
+    stopped = len(errors) < len(tests) or (plan.mode == "pytest" and not set(plan.test_names()) <= set(errors))
+    return TestOutcome(errors=errors, broken=f"not every test reported: {_ending(done)}" if stopped else "", late=late)
 
 
-async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend) -> Outcome:
-    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes; its reward file is the value."""
+async def _harbor(
+    task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend
+) -> TestOutcome:
+    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes. The reward file holds the value."""
     secret = secrets.token_hex(16)
     gone = [path for path in removed if is_plain_path(path) and path not in outputs]
     request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()
-    sandbox = await sandboxes.open(task.sandbox, files=overlay(task.contents(), outputs), timeout_s=OPEN_S)
-    try:
-        argv = ["python3", "-I", "-B", "-c", HARBOR]
-        done = await sandbox.exec(argv, stdin=request, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
-    finally:
-        await sandbox.close()
-    lines = _report(done, secret)
-    txt, as_json, code = [lines[0].get(name) for name in ("txt", "json", "exit")] if len(lines) == 1 else ("", "", None)
+    files = overlay(task.contents(), outputs)
+    done, report = await _report(task, plan, sandboxes, HARBOR, files=files, secret=secret, stdin=request)
+    txt, as_json, code = [report[0].get(name) for name in ("txt", "json", "exit")] if len(report) == 1 else ("", "", None)
     if not isinstance(txt, str | None) or not isinstance(as_json, str | None) or not isinstance(code, int):
-        return Outcome(broken=_ending(done), late=done.reason == "timeout")
-    value, wrong = reward(txt, as_json)
+        return TestOutcome(broken=_ending(done), late=done.reason == "timeout")
+    value, problem = parse_reward(txt, as_json)
     ending = f"exit code {code}; {done.stderr.strip()[-800:]}".rstrip("; ")
     if value is None:
-        return Outcome(broken=f"{wrong}: {ending}")
-    return Outcome(reward=value, said={"test.sh": "" if value == 1 else f"{wrong or f'reward {value:g}'}: {ending}"})
+        return TestOutcome(broken=f"{problem}: {ending}")
+    return TestOutcome(reward=value, errors={"test.sh": "" if value == 1 else f"{problem or f'reward {value:g}'}: {ending}"})
 
 
-def _report(done: ExecResult, secret: str) -> list[dict[str, Any]]:
-    """The lines of a report, each an object; none if there is anything else, since only the reporting program has that stdout."""
-    *texts, rest = done.stdout.split("\n")
-    lines = [text.partition(" ") for text in texts]
-    if rest or any(mark != secret for mark, _, _ in lines):  # where stdout is cut, a line says so; tests may print more than is kept
-        return []
+def parse_reward(txt: str | None, as_json: str | None) -> tuple[float | None, str]:
+    """The reward from 0 to 1 in Harbor's reward.txt or reward.json, and the problem; None if neither file exists.
+
+    reward.txt contains a number; reward.json an object with the number. Any program in the sandbox may have written them.
+    """
+    if txt is not None and txt.strip():
+        return _reward_value(txt.strip(), "reward.txt")
+    if as_json is None:
+        return None, "tests/test.sh wrote neither /logs/verifier/reward.txt nor reward.json"
     try:
-        report = [json.loads(text) for _, _, text in lines]
+        content: Any = json.loads(as_json)
     except (ValueError, RecursionError):
-        return []
-    return report if all(isinstance(line, dict) for line in report) else []
+        return 0.0, "reward.json is not JSON"
+    if not isinstance(content, dict):
+        return 0.0, "reward.json is not an object"
+    if REWARD_KEY not in content and len(content) != 1:
+        return 0.0, f"reward.json has {len(content)} keys, and none is {REWARD_KEY!r}"
+    number = content.get(REWARD_KEY, next(iter(content.values()), None))
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return 0.0, f"reward.json does not contain a number: {str(number)[:80]!r}"
+    return _reward_value(number, "reward.json")
 
 
-def _are_texts(said: Iterable[object]) -> bool:
-    return all(isinstance(text, str) for text in said)
+def _reward_value(text: str | float, file: str) -> tuple[float, str]:
+    try:
+        value = float(text)
+    except (ValueError, OverflowError):
+        return 0.0, f"{file} does not contain a number: {str(text)[:80]!r}"
+    if not math.isfinite(value) or not 0 <= value <= 1:
+        return 0.0, f"{file} contains {str(text)[:80]}, but a reward is from 0 to 1"
+    return value, ""
 
 
-def _texts(said: Mapping[Any, object]) -> dict[str, str]:
+def _texts(entries: Mapping[Any, object]) -> dict[str, str]:
     """The valid entries of a report (test -> error), as text that can be stored."""
     return {
         name.encode("utf-8", "replace").decode(): error.encode("utf-8", "replace").decode()
-        for name, error in said.items()
+        for name, error in entries.items()
         if isinstance(name, str) and isinstance(error, str)
     }
 
 
+def _evidence(errors: Mapping[str, str]) -> str:
+    return "\n".join(f"{name}: {error}" for name, error in errors.items())[:2000]
+
+
 def _ending(done: ExecResult) -> str:
-    how = done.reason or f"exit code {done.exit_code}"
-    return f"{how}; {done.stderr.strip()[-800:]}".rstrip("; ")
+    return f"{done.reason or f'exit code {done.exit_code}'}; {done.stderr.strip()[-800:]}".rstrip("; ")

@@ -1,7 +1,7 @@
-"""Runs verifiers with a deadline. A verifier that fails gives a reason and no value, unless the policy's text provoked the failure.
+"""Scores an episode with the verifiers of its task, each within a deadline.
 
-A verifier is user code that reads an agent's words, so whatever it does, its episode gets a score or a reason for having none,
-and the run goes on.
+A verifier is user code that reads an agent's text. If it fails, the episode gets a reason instead of a value, unless the agent's text
+provoked the failure; the run continues in any case.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.audit import add_audit
-from agentrl.reward.branches import add_branches
+from agentrl.reward.combine import add_audit, add_branches, named_parts, weighted_turns
 from agentrl.reward.verifier_call import (
     CONTROL_ANSWERS,
     VerifierTimeout,
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """An episode that a verifier gave a value, after some seconds."""
+    """An episode that a verifier scored."""
 
     task: Task
     episode: Episode
@@ -47,27 +46,27 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskScorer:
-    """Scores an episode with every verifier of its task; the value is their mean, and each verifier is a named part.
+    """Scores an episode with every verifier of its task. The value is their mean, and each verifier is a named part.
 
-    What the verifiers in `audit` say comes beside it: see `agentrl.reward.audit`.
+    The verifiers in `audit` only add parts and evidence; see `agentrl.reward.combine`.
     """
 
     timeout_s: float = 30.0
-    sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes
-    sandbox_timeout_s: float = 9000.0  # of such a verifier, which sets its own deadlines for what it runs
+    sandboxes: SandboxBackend | None = None  # for verifiers that use sandboxes
+    sandbox_timeout_s: float = 9000.0  # for such a verifier, which sets its own deadlines for the programs that it runs
     max_retries: int = 2  # after infrastructure failures
-    controls: bool = True  # whether to call a failing verifier with harmless answers, to find provoked failures; a proof needs all failures
-    root: Path = Path()  # the project, and the run folder where there is a run: for verifiers that are prepared
+    controls: bool = True  # whether to find provoked failures by calling a failing verifier with control answers
+    root: Path = Path()  # the project; passed with the run folder, if there is one, to verifiers that are prepared
     folder: Path | None = None
     audit: tuple[str, ...] = ()
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
-    _lowest: dict[str, float] = field(default_factory=dict, repr=False)  # value that each has given
+    _lowest: dict[str, float] = field(default_factory=dict, repr=False)  # lowest value that each verifier has returned
     _best: dict[str, _Scored] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
         """Resolves verifiers in advance, and prepares those that are `PreparedVerifier`.
 
-        Raises `PluginError` for one that does not resolve or is not callable, and `UserError` for one that refuses to be used.
+        Raises `PluginError` if a reference does not resolve or is not callable, and `UserError` if a verifier cannot be used.
         """
         for reference in references:
             if reference in self._verifiers:
@@ -79,118 +78,111 @@ class TaskScorer:
             self._verifiers[reference] = verifier
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        named = [*task.verifiers, *self.audit]
-        self.load(named)
-        if self.sandboxes is None and (waiting := [name for name in named if needs_sandboxes(self._verifiers[name])]):
-            raise PluginError(f"verifier {waiting[0]!r} judges in sandboxes", fix="pass them as TaskScorer(sandboxes=...)")
-        return await self.audit_score(task, episode, await self._rewarded(task, episode))
+        """Scores the episode, with the audit."""
+        references = [*task.verifiers, *self.audit]
+        self.load(references)
+        if self.sandboxes is None and (unusable := [name for name in references if needs_sandboxes(self._verifiers[name])]):
+            raise PluginError(f"verifier {unusable[0]!r} needs sandboxes", fix="pass a backend as TaskScorer(sandboxes=...)")
+        return await self.audit_score(task, episode, await self._mean_score(task, episode))
 
     async def audit_score(self, task: Task, episode: Episode, score: Score) -> Score:
-        """A score with what the audit says of the episode; as it is where there is none, or no value."""
+        """Adds the audit to a score. Returns the score unchanged if there is no audit or no value."""
         if not self.audit or score.value is None:
             return score
         self.load(self.audit)
-        return add_audit(score, {reference: await self._judge(reference, task, episode) for reference in self.audit})
+        return add_audit(score, {reference: await self._score(reference, task, episode) for reference in self.audit})
 
-    async def _rewarded(self, task: Task, episode: Episode) -> Score:
-        scores = {reference: await self._judge(reference, task, episode) for reference in task.verifiers}
+    async def _mean_score(self, task: Task, episode: Episode) -> Score:
+        scores = {reference: await self._score(reference, task, episode) for reference in task.verifiers}
+        evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
         unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.value is None]
         if unscored or not scores:
-            blames = [score.blame for score in scores.values() if score.blame is not None]
-            said = "\n".join(score.evidence for score in scores.values() if score.evidence)
-            reason = "; ".join(unscored) or "the task names no verifier"
-            return Score(value=None, reason=reason, evidence=said, blame=next(iter(blames), None))
-        parts = {name: score.value for name, score in scores.items() if score.value is not None}
-        for name, score in scores.items():
-            parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
+            blame = next((score.blame for score in scores.values() if score.blame is not None), None)
+            return Score(value=None, reason="; ".join(unscored) or "the task has no verifier", evidence=evidence, blame=blame)
         total = sum(score.value for score in scores.values() if score.value is not None)
-        evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
         if not math.isfinite(total):
-            return Score(value=None, reason="the verifiers' scores are too large for a mean")
-        made = Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
-        return add_branches(made, scores, dict.fromkeys(scores, 1 / len(scores)))
+            return Score(value=None, reason="the mean of the verifiers' scores is not finite")
+        weighted = [(1 / len(scores), score) for score in scores.values()]
+        turns = weighted_turns(weighted)
+        combined = Score(value=total / len(scores), parts=named_parts(scores), evidence=evidence, turn_rewards=turns)
+        return add_branches(combined, weighted)
 
-    async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
+    async def _score(self, reference: str, task: Task, episode: Episode) -> Score:
         late = True
         for attempt in range(self.max_retries + 1):
             try:
-                return await self._judge_provoked(reference, task, episode)
+                return await self._score_or_provoked(reference, task, episode)
             except InfrastructureError as error:
                 late = late and isinstance(error, VerifierTimeout)
                 log.warning("verifier %s on %s: %s", reference, episode.id, user_code.describe_error(error))
                 reason = f"verifier: {user_code.describe_error(error, 2000)}"
             if attempt < self.max_retries:
-                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a part to restart
-        if late and self.controls and await self._keeps_busy(reference, task, episode):
-            return self._least(reference, f"{reference}: {reason}, at what this episode says; it scores another in time", episode)
+                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a server or subprocess to restart
+        if late and self.controls and await self._blocks_verifier(reference, task, episode):
+            evidence = f"{reference}: {reason}, because of this episode's text; it scores another episode in time"
+            return self._lowest_score(reference, evidence, episode)
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
 
-    async def _keeps_busy(self, reference: str, task: Task, episode: Episode) -> bool:
-        """Whether what the verifier waits for answers in time for the best episode so far, and after that not for this one."""
+    async def _blocks_verifier(self, reference: str, task: Task, episode: Episode) -> bool:
+        """Whether the verifier scores its best episode so far in time, and then times out on this one again."""
         if (best := self._best.get(reference)) is None:
             return False
         try:
-            if (await self._judge_once(reference, best.task, best.episode)).value is None:
+            if (await self._call(reference, best.task, best.episode)).value is None:
                 return False
         except InfrastructureError:
             return False
         try:
-            await self._judge_once(reference, task, episode)
+            await self._call(reference, task, episode)
         except InfrastructureError as error:
             return isinstance(error, VerifierTimeout)
         return False
 
-    def _least(self, reference: str, told: str, episode: Episode, *values: float) -> Score:
-        """The lowest value that the verifier gives: of its bounds, or of those that it has given, `values` and 0."""
+    def _lowest_score(self, reference: str, evidence: str, episode: Episode, *values: float) -> Score:
+        """The lowest value of the verifier: its lower bound, or the lowest of 0, `values` and the values that it has returned."""
         bounds = bounds_of(self._verifiers[reference])
         lowest = min(0.0, *values, self._lowest.get(reference, 0.0)) if bounds is None else bounds[0]
-        log.warning("verifier %s on %s: %s", reference, episode.id, told)
-        return Score(value=lowest, evidence=told[:2000])
+        log.warning("verifier %s on %s: %s", reference, episode.id, evidence)
+        return Score(value=lowest, evidence=evidence[:2000])
 
-    async def _judge_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
-        """The score, also if the episode's text makes the verifier fail.
+    async def _score_or_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
+        """Returns the score, and the lowest value if the episode's text makes the verifier fail.
 
-        If a verifier fails twice on an episode and scores a harmless one, the text is the cause, and the episode gets the lowest value. If
-        it fails on harmless answers too, it is broken, and there is no value. If it now fails on the best episode that it has scored so
-        far, it has lost something that it does not need for harmless answers, and the infrastructure is to blame.
+        The text is the cause if the verifier fails twice on the episode but scores a control episode. A verifier that fails on all
+        control episodes is broken, and there is no value. If it also fails on its best episode so far, it has lost something that control
+        episodes do not need, and the infrastructure is to blame.
         """
         started = time.monotonic()
-        score = await self._judge_once(reference, task, episode)
+        score = await self._call(reference, task, episode)
         if score.value is not None:
-            self._judged(reference, task, episode, score.value, time.monotonic() - started)
+            self._remember(reference, task, episode, score.value, time.monotonic() - started)
         if score.blame is not Blame.POLICY:
             return score
         if not self.controls:
             return replace(score, blame=None)
-        again = await self._judge_once(reference, task, episode)
+        again = await self._call(reference, task, episode)
         if again.blame is not Blame.POLICY:
             return again
-        controls = {answer: (await self._judge_once(reference, task, control_episode(episode, answer))).value for answer in CONTROL_ANSWERS}
+        controls = {answer: (await self._call(reference, task, control_episode(episode, answer))).value for answer in CONTROL_ANSWERS}
         values = [value for value in controls.values() if value is not None]
         if not values:
             return replace(again, blame=None)
         best = self._best.get(reference)
-        if best is not None and (now := await self._judge_once(reference, best.task, best.episode)).blame is Blame.POLICY:
-            reason = f"{again.reason}; it has scored {best.episode.id} before, where it fails now: {now.reason}"
+        if best is not None and (repeated := await self._call(reference, best.task, best.episode)).blame is Blame.POLICY:
+            reason = f"{again.reason}; it now also fails on {best.episode.id}, which it has scored before: {repeated.reason}"
             return Score(value=None, reason=reason[:2000], blame=Blame.INFRASTRUCTURE)
         answer = next(answer for answer, value in controls.items() if value is not None)
-        evidence = f"{reference}: {again.reason}, on this episode's text; it scores an episode that submits {answer!r}"
-        return self._least(reference, evidence, episode, *values)
+        evidence = f"{reference}: {again.reason}, because of this episode's text; it scores an episode that submits {answer!r}"
+        return self._lowest_score(reference, evidence, episode, *values)
 
-    def _judged(self, reference: str, task: Task, episode: Episode, value: float, seconds: float) -> None:
-        """Keeps the verifier's lowest value, and the episode with its highest one; of several the one that it scored fastest."""
+    def _remember(self, reference: str, task: Task, episode: Episode, value: float, seconds: float) -> None:
+        """Records the verifier's lowest value, and the episode with its highest value; of several, the one that it scored fastest."""
         self._lowest[reference] = min(value, self._lowest.get(reference, value))
         best = self._best.get(reference)
         if best is None or (value, -seconds) > (best.value, -best.seconds):
             self._best[reference] = _Scored(task, episode, value, seconds)
 
-    async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
+    async def _call(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"
         limit = self.sandbox_timeout_s if needs_sandboxes(verifier) else timeout_of(verifier, self.timeout_s)
         return await call_verifier(verifier, what, task, episode, self.sandboxes, timeout_s=limit)
-
-
-def _mean_turns(scores: Sequence[Score]) -> tuple[tuple[float, ...], ...]:
-    """The mean over verifiers, as for values; one without turn rewards counts as zeros. Empty when none has any."""
-    given = [score.turn_rewards for score in scores if score.turn_rewards]
-    return tuple(tuple(sum(turn) / len(scores) for turn in zip(*lines, strict=True)) for lines in zip(*given, strict=True))

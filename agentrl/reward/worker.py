@@ -1,9 +1,8 @@
-"""A process for judging what an agent wrote with code that may never return: `SubprocessWorker(function)`.
+"""Runs scoring code that may never return in a subprocess: `SubprocessWorker(function)`.
 
-Python cannot stop a thread, and a library's own time limit by SIGALRM works in a main thread alone. So the function runs in a child
-process, a request at a time: the kernel ends it at its deadline, with the process, and what it allocates is bounded. The next request
-starts another process. Requests and replies are JSON, one a line, numbered, so that no reply is taken for another's. A child ends with
-its driver, which closes its input.
+Python cannot stop a thread, and a library's time limit by SIGALRM works only in the main thread. So the function runs in a child process,
+one request at a time; the kernel kills the process at its deadline, and its memory is limited. The next request starts a new process.
+Requests and replies are numbered lines of JSON, so no reply is mistaken for another. A child exits when its parent closes its input.
 
     python -m agentrl.reward.worker REFERENCE PREPARE SECONDS BYTES
 """
@@ -34,42 +33,43 @@ from agentrl.plugins.references import resolve
 
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
-STARTING_S = 60.0  # for a child to import what it needs, on a machine that is busy
+STARTING_S = 60.0  # for a child to import its modules on a busy machine
 QUEUE_TIMEOUT_S = 3600.0
-"""`timeout_s` of a verifier that asks a worker. Each answer has a deadline of its own; behind many that get to theirs an honest one waits
-for minutes, and must not lose its score to them."""
+"""`timeout_s` of a verifier that uses a worker. Each request has its own deadline, but may wait for minutes behind others that run into
+theirs.
+"""
 MAX_REPLY = 1 << 20
-_SPARE_S = 30.0  # beyond the deadline, at which the kernel ends a child, before its driver does
+_SPARE_S = 30.0  # time after the deadline, at which the kernel kills a child, before the parent does
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class CallFailed(Exception):
-    """The function raised something at a request, or its process died of it."""
+    """The function raised an exception, or its process crashed."""
 
 
 class CallTimeout(Exception):
-    """The function was ended at its deadline."""
+    """The process was killed at its deadline."""
 
 
 class AnswerFault(Exception):
-    """The function fails at what the agent wrote, twice, and not at a request that is known to be sound."""
+    """The function failed twice on the agent's answer, but not on a control request."""
 
 
 class ControlFailed(Exception):
-    """The function fails at a sound request too, so that nothing is known of the answer."""
+    """The function also fails on the control request, so nothing is known about the answer."""
 
 
 class SubprocessWorker:
-    """Runs a module's top-level function in processes of its own: a JSON value in, a JSON value out.
+    """Runs a module-level function in child processes: JSON value in, JSON value out.
 
-    A child is started at the first request. Threads and event loops may share a worker; requests wait for one another, and one that
-    nobody waits for any more is never asked.
+    A child starts at the first request. Threads and event loops may share a worker. Requests are queued, and a request whose caller was
+    cancelled is never sent.
 
     Args:
-        function: called in the child with one request. It may call `set_deadline` to have another deadline from then on, and raise
-        `TaskError`. prepare: called in a child when it starts, such as to import what takes long; no deadline of a request runs then.
-        deadline_s: seconds for a request. memory: bytes of address space of a child; a request for more gets a MemoryError there.
-        processes: children at most, each for one request at a time.
+        function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise
+        `TaskError`. prepare: called in a child when it starts, such as to import large modules; the deadline of requests does not apply.
+        deadline_s: seconds for a request. memory: bytes of address space of a child; exceeding it raises MemoryError there.
+        processes: maximum number of children; each handles one request at a time.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class SubprocessWorker:
         self._starting = threading.Lock()
 
     def call_blocking(self, request: Any) -> Any:
-        """What the function gives for `request`; blocks.
+        """Returns the function's result for `request`; blocks.
 
         Raises:
-            Raised, Stopped: it failed at this request.
-            TaskError: it says that the task is broken.
+            Raised, Stopped: the function failed on this request.
+            TaskError: the function raised it.
             InfrastructureError: there is no process.
         """
         child = self._free.get()
@@ -106,24 +106,24 @@ class SubprocessWorker:
             self._free.put(child)
 
     async def call(self, request: Any) -> Any:
-        """`ask_now`, awaited."""
+        """Like `ask_now`, for asyncio."""
         with self._starting:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(len(self._children), thread_name_prefix="judging")
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.call_blocking, request)
 
     async def evaluate(self, request: Any, *, sound: Any) -> Any:
-        """`ask`, for a request that holds an agent's words.
+        """Like `ask`, for a request that contains an agent's text.
 
-        An agent that could make its judge fail would choose which of its answers count. So a failure at the answer, where `sound` gets
-        a reply, is told from one of the judge: it is the answer's, once it happens again (the machine may have been slow).
+        An agent that could make the function fail would choose which of its answers count. So a failure is attributed to the answer if
+        the control request `sound` succeeds and the failure happens again (the machine may have been slow).
 
         Args:
-            sound: a request that must get a reply, such as one with the truth in the answer's place.
+            sound: a control request that must succeed, such as one with the truth as the answer.
 
         Raises:
             AtAnswer: the answer is at fault; usually a score of 0.
-            Unsound: the function fails at `sound` too. The episode has no score.
+            Unsound: the function fails on `sound` too. The episode has no score.
             TaskError, InfrastructureError: see `ask_now`.
         """
         with contextlib.suppress(CallFailed, CallTimeout):
@@ -131,20 +131,20 @@ class SubprocessWorker:
         try:
             await self.call(sound)
         except (CallFailed, CallTimeout) as error:
-            raise ControlFailed(f"it cannot be judged: what must be sound {error}") from None
+            raise ControlFailed(f"the control request fails too: it {error}") from None
         try:
             return await self.call(request)
         except (CallFailed, CallTimeout) as error:
             raise AnswerFault(str(error)) from None
 
     def close(self) -> None:
-        """Ends the processes; a later request starts another."""
+        """Kills the processes; a later request starts a new one."""
         for child in self._children:
             child.close()
 
 
 class _Child:
-    """One process, started when it is asked something."""
+    """One process, started at its first request."""
 
     def __init__(self, command: list[str], deadline_s: float) -> None:
         self._command, self._deadline_s = command, deadline_s
@@ -152,11 +152,12 @@ class _Child:
         self._numbers = count()
 
     def ask(self, request: Any) -> Any:
+        """Sends one request and returns the reply. Raises as `Worker.ask_now`."""
         number = next(self._numbers)
         process = self._running()
         rest = memoryview(json.dumps({"number": number, "request": request}).encode() + b"\n")
         assert process.stdin is not None, "it is a pipe"
-        with contextlib.suppress(OSError):  # it has died, which reading tells
+        with contextlib.suppress(OSError):  # the process has died, which the read below reports
             while rest:
                 rest = rest[os.write(process.stdin.fileno(), rest) :]
         reply = self._read(process, self._deadline_s + _SPARE_S)
@@ -165,16 +166,17 @@ class _Child:
         answered: dict[str, Any] = json.loads(reply)
         if answered.get("number") != number:
             self.close()
-            raise InfrastructureError(f"the judging process answered request {answered.get('number')}, not {number}")
+            raise InfrastructureError(f"the scoring process answered request {answered.get('number')}, not {number}")
         if "task" in answered:
             raise TaskError(answered["task"])
-        if answered.get("full"):  # what earlier answers left in its caches may be what fills it, so it serves nobody any more
+        if answered.get("full"):  # caches of earlier requests may fill its memory
             self.close()
         if "raised" in answered:
             raise CallFailed(f"raised {answered['raised']}")
         return answered["reply"]
 
     def close(self) -> None:
+        """Kills the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -184,26 +186,26 @@ class _Child:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be imported there
+        path = os.pathsep.join(filter(None, sys.path))  # the child can import the same modules
         try:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                start_new_session=True,  # ctrl-C is for the driver, which goes on judging what it finishes
+                start_new_session=True,  # ctrl-C must reach only the parent, which still scores the episodes that it finishes
                 env=child_environment(os.environ) | {"PYTHONPATH": path} | _ONE_THREAD,
             )
         except OSError as error:
-            raise InfrastructureError(f"no process to judge in: {error}") from error
+            raise InfrastructureError(f"the scoring process cannot be started: {error}") from error
         process = self._process
         if self._read(process, STARTING_S) is None:
             self.close()
-            raise InfrastructureError("the judging process did not start; what it said is on standard error")
+            raise InfrastructureError("the scoring process did not start; see its messages on standard error")
         return process
 
     def _read(self, process: subprocess.Popen[bytes], within_s: float) -> bytes | None:
-        """The next line of the child; None when it ended, or gave none in time."""
+        """The next line of the child; None if it exited or sent no line in time."""
         assert process.stdout is not None, "it is a pipe"
         until, pieces = time.monotonic() + within_s, bytearray()
         with selectors.DefaultSelector() as waiting:
@@ -220,32 +222,32 @@ class _Child:
         return None
 
     def _ended(self, process: subprocess.Popen[bytes]) -> Exception:
-        """Why there is no reply, once the process is gone."""
+        """The exception for a process that exited without a reply."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         code = process.poll()
         self.close()
         if code is None or code == -signal.SIGALRM:
-            return CallTimeout(f"gave no verdict within {self._deadline_s:g} s")
+            return CallTimeout(f"returned nothing within {self._deadline_s:g} s")
         return CallFailed(f"ended its process with exit code {code}")
 
 
 def _reference(function: Callable[..., Any]) -> str:
-    """Where a child finds the function: its module, or the file of one that was loaded from a file (`agentrl.plugins`)."""
+    """The function's reference for a child: by module, or by file if the module was loaded from a file (`agentrl.plugins`)."""
     name, module = function.__qualname__, function.__module__
     if "." in name or name.startswith("<"):
-        raise ValueError(f"{name} is no function at the top of a module")
+        raise ValueError(f"{name} is not a module-level function")
     by_file = module == "__main__" or module.startswith("agentrl_file_")
     return f"{os.path.abspath(inspect.getfile(function)) if by_file else module}:{name}"
 
 
 def set_deadline(seconds: float) -> None:
-    """In a child: has the kernel end the process so long from now; 0: no more."""
+    """In a child: has the kernel kill the process after so many seconds; 0 cancels the deadline."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def main() -> None:
-    """Answers requests until its input ends. Only replies reach standard output; what the function prints is thrown away."""
+    """Answers requests until its input ends. Only replies reach standard output; the function's own output is discarded."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -264,13 +266,13 @@ def main() -> None:
 
 
 def _size() -> int:
-    """Bytes of this process's address space."""
+    """Size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
-    """The reply, and whether more than `full` bytes are still taken after it: a library that has no memory may say anything."""
+    """The reply, with a flag if the process still uses more than `full` bytes afterwards."""
     try:
         set_deadline(deadline_s)
         reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})
@@ -281,7 +283,7 @@ def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_
         return json.dumps({"number": number, "task": str(error)[:2000]})
     except MemoryError as error:
         return json.dumps({"number": number, "raised": f"MemoryError: {error}"[:500], "full": True})
-    except Exception as error:  # whatever the libraries raise at what an agent wrote
+    except Exception as error:  # libraries may raise anything on an agent's text
         return json.dumps({"number": number, "raised": f"{type(error).__name__}: {error}"[:500]})
     finally:
         set_deadline(0)

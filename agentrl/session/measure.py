@@ -33,7 +33,7 @@ from agentrl.observe.exclusions import count_exclusions, exclusion_reason, forma
 from agentrl.observe.outcome import run_problems
 from agentrl.observe.sessions import read_sessions as read_sessions
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
-from agentrl.reward.audit import AUDIT_PART
+from agentrl.reward.combine import AUDIT_PART
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from agentrl.protocols import (
 from agentrl.protocols.group_judge import GroupJudge
 from agentrl.records import Group, PolicyVersion, Split
 from agentrl.reward import TaskScorer
-from agentrl.reward.audit import audit_contradiction
+from agentrl.reward.combine import audit_contradiction
 from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
 from agentrl.sandbox import open_sandboxes

@@ -1,9 +1,9 @@
-"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours; any other key is refused.
+"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours. Any other key is an error.
 
 version = "1.0"
-outputs = ["report.json"]         # ours: the files that are judged, as patterns of agentrl.task.outputs
-[metadata]                        # free; `category` is the kind by which evaluations are split
-[agent]                           # what an episode may spend
+outputs = ["report.json"]         # ours: the files that are graded, as patterns of agentrl.task.outputs
+[metadata]                        # free-form; evaluations are grouped by `category`
+[agent]                           # limits of an episode
 [environment]                     # its sandbox
 [verifier]                        # how it is graded
 """
@@ -32,53 +32,53 @@ class _Table(BaseModel):
 
 
 class AgentSection(_Table):
-    """What an episode may spend."""
+    """Limits of an episode."""
 
     timeout_sec: float = Field(_LIMITS.wall_s, gt=0, le=_MAX_SECONDS)
-    """Wall time of the whole episode."""
+    """Wall time of the episode."""
     turns: int = Field(8, ge=1)
     """Model turns."""
     turn_tokens: int = Field(512, ge=1)
     """Completion tokens of one turn."""
     episode_tokens: int = Field(8192, ge=1)
-    """Prompt and completion tokens of the episode; policy.max_model_len bounds it too."""
+    """Prompt and completion tokens of the episode; also limited by policy.max_model_len."""
     tool_timeout_sec: float = Field(_LIMITS.tool_timeout_s, gt=0, le=_MAX_SECONDS)
     """Time of one tool call."""
     tool_output_chars: int = Field(_LIMITS.tool_output_chars, ge=1)
-    """Characters of one call's output that the agent sees."""
+    """Maximum length of one call's output for the agent, in characters."""
     tool_calls: int | None = Field(None, ge=1)
-    """Tool calls of the episode, but for `submit`."""
+    """Tool calls of the episode, except `submit`."""
     all_tokens: int | None = Field(None, ge=1)
-    """Tokens of all contexts of the episode together, where it has several."""
+    """Tokens of all contexts of the episode together, if it has several."""
     thinking_tokens: int | None = Field(None, ge=1)
-    """Tokens of one turn that may be thought; then thinking is ended. Less than turn_tokens."""
+    """Thinking tokens of one turn, after which thinking is ended. Less than turn_tokens."""
 
     @model_validator(mode="after")
     def _answers_fit(self) -> AgentSection:
         if self.thinking_tokens is not None and self.thinking_tokens >= self.turn_tokens:
-            raise ValueError(f"thinking_tokens leaves no room for an answer: make it less than turn_tokens={self.turn_tokens}")
+            raise ValueError(f"thinking_tokens leaves no room for an answer: use less than turn_tokens={self.turn_tokens}")
         return self
 
 
 class EnvironmentSection(_Table):
-    """The sandbox. Programs reach only what `network` names."""
+    """The sandbox. Programs reach only the hosts in `network`."""
 
     network: tuple[str, ...] = ()
-    """Hosts that programs may reach, such as "pypi.org:443", also while they are graded."""
+    """Hosts that programs may reach, such as "pypi.org:443", also during grading."""
     docker_image: str = ""
-    """Harbor's name of a prebuilt image; only the Dockerfile is used."""
+    """Harbor's name of a prebuilt image; ignored, because the image is built from the Dockerfile."""
     build_timeout_sec: float = Field(1800.0, gt=0, le=_MAX_SECONDS)
-    """How long `agentrl check` waits for the image."""
+    """Deadline for building the image in `agentrl check`."""
     cpus: float = Field(_SPEC.cpus, gt=0, le=1024)
     """CPU time, in cores."""
     memory_mb: int = Field(_SPEC.memory_mb, ge=32)
     """Memory of all programs together."""
     storage_mb: int = Field(_SPEC.disk_mb, ge=1)
-    """Size of the working directory, and of /tmp. It is taken from memory."""
+    """Size of the working directory, and of /tmp. It counts as memory."""
     processes: int = Field(_SPEC.processes, ge=2)
-    """Processes and threads at once."""
+    """Concurrent processes and threads."""
     open_files: int = Field(_SPEC.open_files, ge=16)
-    """Open files of one program."""
+    """Open files per program."""
     runtime: str = ""
     """Container runtime, such as runsc."""
 
@@ -98,9 +98,9 @@ class VerifierSection(_Table):
     """How the outputs are graded."""
 
     timeout_sec: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
-    """Time of the tests."""
+    """Time limit of the tests."""
     mode: Mode | None = None
-    """judge, pytest, shell or harbor. Default: judge without tests/test.sh, harbor where tests name /logs/verifier, else shell."""
+    """judge, pytest, shell or harbor. Default: judge without tests/test.sh; harbor if the tests mention /logs/verifier; else shell."""
 
 
 class TaskDescription(_Table):
@@ -109,9 +109,9 @@ class TaskDescription(_Table):
     version: Literal["1.0", "1.1", "1.2", "1.3", "1.4"] = "1.0"
     """Version of the format; Harbor's schema_version."""
     outputs: tuple[str, ...] | None = Field(None, min_length=1, max_length=64)
-    """Patterns of the files that are judged. Default in mode harbor: every change of the agent to the working directory."""
+    """Patterns of the files that are graded. Default in mode harbor: every change of the agent in the working directory."""
     tools: tuple[str, ...] = Field(("python", "submit"), min_length=1)
-    """What the agent may call."""
+    """Tools that the agent may call."""
     split: Split | None = None
     """train, heldout or heldout_real. Default: drawn with the family's seed."""
     metadata: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class TaskDescription(_Table):
         if isinstance(value, str) and value in list(Split):
             return Split(value)
         if isinstance(value, str):
-            raise ValueError(f"is one of {', '.join(Split)}")
+            raise ValueError(f"must be one of {', '.join(Split)}")
         return value
 
     @field_validator("outputs")
@@ -143,12 +143,13 @@ class TaskDescription(_Table):
     def _patterns(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for pattern in value or ():
             if pattern == WHOLE_DIRECTORY:
-                raise ValueError(f"{pattern!r} is the default of mode harbor: leave outputs out")
+                raise ValueError(f"{pattern!r} is the default of mode harbor: remove outputs")
             if wrong := pattern_error(pattern):
                 raise ValueError(f"{pattern!r} {wrong}")
         return value
 
     def limits(self) -> Limits:
+        """The limits of an episode."""
         agent = self.agent
         return Limits(
             turns=agent.turns,
@@ -163,6 +164,7 @@ class TaskDescription(_Table):
         )
 
     def sandbox(self, image: str) -> SandboxSpec:
+        """The spec of the sandbox, with this image."""
         environment = self.environment
         return SandboxSpec(
             image=image,
@@ -185,7 +187,7 @@ class RunsFile(BaseModel):
 
 
 def parse_toml(kind: type[M], text: str) -> M:
-    """A model from TOML. Raises `ValueError` with a line for each wrong key: its name, what is wrong, what is allowed."""
+    """Parses a model from TOML. Raises `ValueError` with one line for each wrong key: its name, the problem, the allowed values."""
     try:
         return kind.model_validate(toml.loads(text))
     except ValidationError as error:

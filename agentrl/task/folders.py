@@ -1,15 +1,15 @@
-"""A family of task folders, like those of Harbor and terminal-bench.
+"""A task family of folders, in the format of Harbor and terminal-bench.
 
     FAMILY/
-        image.toml              the image of tasks without their own
+        image.toml              the image of tasks without one
         TASK/
             task.toml           limits, outputs, mode of grading (agentrl.task.description)
-            instruction.md      what the agent is told
+            instruction.md      the prompt of the agent
             environment/        image.toml or Dockerfile; files/ is copied to the working directory
             tests/              hidden: test_*.py with runs.toml, or test.sh (as in Harbor: one that writes a reward)
             solution/           hidden: solve.sh or solve.py, the gold solution
 
-Everything is read and checked when the family is opened; all mistakes are reported at once, with task, file, field and fix.
+All folders are read and checked when the family is opened. The error lists all mistakes, with task, file, field and fix.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ sys.exit(subprocess.call({argv!r}))
 
 
 class _Mistake(Exception):
-    """Something wrong with one file of a task."""
+    """A mistake in one file of a task."""
 
     def __init__(self, where: str, what: str, fix: str) -> None:
         super().__init__(what)
@@ -62,7 +62,7 @@ class _Mistake(Exception):
 
 
 class _Mistakes(Exception):
-    """All that is wrong with a task."""
+    """All mistakes of a task."""
 
     def __init__(self, several: Sequence[_Mistake]) -> None:
         super().__init__("; ".join(map(str, several)))
@@ -70,7 +70,7 @@ class _Mistakes(Exception):
 
 
 class _Look:
-    """Looks at the parts of a task one by one, and goes on after a mistake; of what needs a part that has one, nothing is said."""
+    """Checks the parts of a task one by one and continues after a mistake."""
 
     def __init__(self) -> None:
         self.mistakes: list[_Mistake] = []
@@ -89,7 +89,7 @@ class _Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTask:
-    """One task from its folder; its split is drawn later if the folder does not name one."""
+    """One task from its folder. Its split is drawn later if the folder does not set one."""
 
     name: str
     description: TaskDescription
@@ -102,19 +102,21 @@ class FolderTask:
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """Patterns of the graded files."""
         return self.description.outputs or (WHOLE_DIRECTORY,)
 
     @property
     def tools(self) -> tuple[str, ...]:
+        """The agent's tools."""
         named = "tools" in self.description.model_fields_set or self.grading.mode != "harbor"
         return self.description.tools if named else HARBOR_TOOLS
 
 
 class TaskFolders:
-    """The family in a folder; see `agentrl.protocols.TaskFamily`. Train and held-out tasks are different folders.
+    """The task family in a folder (`agentrl.protocols.TaskFamily`). Training and held-out tasks are different folders.
 
-    Images are named relative to `root`. `heldout` is the share of the tasks without a `split` that the seed holds out: of two or
-    more tasks at least one and never all. Raises `TaskError` that lists every mistake.
+    Image paths are relative to `root`. `heldout` is the fraction of the tasks without a `split` that the seed holds out: at least one of
+    two or more, and never all. Raises `TaskError` with all mistakes.
     """
 
     def __init__(self, folder: Path, *, root: Path, seed: int = 0, heldout: float = 0.25) -> None:
@@ -127,12 +129,13 @@ class TaskFolders:
         self._splits = _draw(tasks, seed=seed, heldout=heldout)
 
     def size(self, split: Split) -> int | None:
+        """Number of tasks in the split."""
         return len(self._splits[split])
 
     def task(self, split: Split, index: int) -> Task:
-        """Raises `UserError` for an index outside the split."""
+        """The task at an index of the split. Raises `UserError` for an index outside the split."""
         if not 0 <= index < len(self._splits[split]):
-            raise UserError(f"{self.name} has {len(self._splits[split])} tasks in split {split}, so none has number {index}")
+            raise UserError(f"{self.name} has {len(self._splits[split])} tasks in split {split}; index {index} is out of range")
         one = self._splits[split][index]
         texts, binaries = _texts(one.files)
         return Task(
@@ -156,7 +159,7 @@ class TaskFolders:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that runs solution/; it leaves the right outputs in the working directory."""
+        """Python source that runs solution/, which writes the right outputs to the working directory."""
         return str(task.data[GRADING_KEY]["gold"])
 
     def _image(self, folder: Path) -> str:
@@ -164,7 +167,7 @@ class TaskFolders:
 
 
 def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, list[FolderTask]]:
-    """Tasks of each split, by name. Those without a split are ordered by a seeded hash, and the first ones are held out."""
+    """The tasks of each split, by name. Those without a split are ordered by a seeded hash, and the first ones are held out."""
     free = [task for task in tasks if task.description.split is None]
     free.sort(key=lambda task: hashlib.sha256(f"{seed}:{task.name}".encode()).digest())
     count = min(max(1, round(heldout * len(free))), len(free) - 1) if heldout and len(free) > 1 else 0
@@ -177,11 +180,11 @@ def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, 
 
 def _load_all(folder: Path) -> list[FolderTask]:
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}", fix="give the folder of a task family, such as sandboxes/chores")
+        raise UserError(f"no folder {folder}", fix="use the folder of a task family, such as sandboxes/chores")
     folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
     if not folders:
         raise TaskError(
-            f"{folder} holds no task folders",
+            f"{folder} has no task folders",
             fix="write NAME/task.toml, NAME/instruction.md and NAME/tests/ for each task",
         )
     tasks: list[FolderTask] = []
@@ -192,14 +195,14 @@ def _load_all(folder: Path) -> list[FolderTask]:
         except _Mistakes as error:
             lines += [f"task {text(path.name)}: {one.where}: {one.what}\n  fix: {one.fix}" for one in error.several]
     if lines:
-        raise TaskError("\n".join([f"{folder.name}: {len(folders) - len(tasks)} of {len(folders)} tasks cannot be read", *lines]))
+        raise TaskError("\n".join([f"{folder.name}: {len(folders) - len(tasks)} of {len(folders)} tasks are invalid", *lines]))
     return tasks
 
 
 def _load(folder: Path) -> FolderTask:
     """Raises `_Mistakes`."""
     look = _Look()
-    look(_named, folder)
+    look(_check_names, folder)
     description = look(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
     instruction = look(_instruction, folder)
     tests, gold = look(_tree, folder, "tests"), look(_gold, folder)
@@ -227,22 +230,22 @@ def _load(folder: Path) -> FolderTask:
     )
 
 
-def _named(folder: Path) -> None:
-    """The names in it, its own included."""
+def _check_names(folder: Path) -> None:
+    """Checks the names of the folder and of its entries."""
     if not is_plain_path(folder.name):
-        raise _Mistake(repr(folder.name), "is a name that is not UTF-8 and cannot be written down", "rename the folder")
+        raise _Mistake(repr(folder.name), "is not a valid name", "rename the folder")
     odd = [
         p.name for p in sorted(folder.iterdir()) if p.name not in _PARTS and not p.name.startswith((".", "LICENSE")) and p.suffix != ".md"
     ]
     if odd:
-        what = "is no part of a task" if len(odd) == 1 else "are no parts of a task"
-        raise _Mistake(", ".join(odd), what, f"a task folder holds {', '.join(sorted(_PARTS))}")
+        what = "does not belong to a task" if len(odd) == 1 else "do not belong to a task"
+        raise _Mistake(", ".join(odd), what, f"a task folder contains {', '.join(sorted(_PARTS))}")
 
 
 def _instruction(folder: Path) -> str:
-    found = _text(folder, "instruction.md", "write what the agent is to do").strip()
+    found = _text(folder, "instruction.md", "write the prompt of the agent").strip()
     if not found:
-        raise _Mistake("instruction.md", "is empty", "write what the agent is to do")
+        raise _Mistake("instruction.md", "is empty", "write the prompt of the agent")
     return found
 
 
@@ -260,7 +263,7 @@ def _given(folder: Path) -> dict[str, bytes]:
 
 
 def _digest(folder: Path) -> str:
-    """Hash of the files that an image is built from; they are part of the task's identity."""
+    """Hash of the image's build context; it is part of the task's identity."""
     digest = hashlib.sha256()
     for path in _walk(folder):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode("utf-8", "surrogateescape"))
@@ -272,12 +275,12 @@ def _fits_harbor(folder: Path, description: TaskDescription, grading: Grading, f
     """Raises `_Mistake` for a Harbor folder whose scripts cannot work in a sandbox."""
     if not from_dockerfile:
         fix = "write environment/Dockerfile, such as FROM python:3.11-slim and WORKDIR /app"
-        raise _Mistake("tests/test.sh", "writes a reward to /logs/verifier, a folder that only images from a Dockerfile have", fix)
+        raise _Mistake("tests/test.sh", "writes a reward to /logs/verifier, which exists only in images from a Dockerfile", fix)
     solution = _tree(folder, "solution")
     for where, script in (("tests/test.sh", grading.files()["test.sh"]), ("solution/solve.sh", solution.get("solve.sh", b""))):
         if wrong := harbor.script_problem(script.decode("utf-8", "replace"), network=bool(description.environment.network)):
-            fix = "install what it needs in environment/Dockerfile"
-            hosts = ', or name hosts in task.toml: environment.network = ["pypi.org:443"]' if "downloads" in wrong else ""
+            fix = "install its dependencies in environment/Dockerfile"
+            hosts = ', or allow hosts in task.toml: environment.network = ["pypi.org:443"]' if "downloads" in wrong else ""
             raise _Mistake(where, wrong, fix + hosts)
 
 
@@ -286,19 +289,19 @@ def _image(folder: Path, description: TaskDescription) -> Path:
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
-        raise _Mistake("environment", "holds an image.toml and a Dockerfile", "keep one of them")
+        raise _Mistake("environment", "contains an image.toml and a Dockerfile", "keep one of them")
     if (environment / "docker-compose.yaml").is_file():
-        raise _Mistake("environment/docker-compose.yaml", "asks for several containers, but a sandbox is one", "leave the task out")
+        raise _Mistake("environment/docker-compose.yaml", "needs several containers, but a sandbox is one container", "remove the task")
     if not own and (name := description.environment.docker_image):
         raise _Mistake("task.toml", f"environment.docker_image = {name!r} has no Dockerfile", f"write environment/Dockerfile: FROM {name}")
     if environment.is_dir() and "Dockerfile" not in own:
         known = {"image.toml", "files"}
         for path in sorted(environment.iterdir()):
             if path.name not in known:
-                raise _Mistake(f"environment/{path.name}", "is not used", "put files for the working directory into environment/files")
+                raise _Mistake(f"environment/{path.name}", "is not used", "move files for the working directory to environment/files")
     if own:
         return environment
-    if (folder.parent / "image.toml").is_file():  # no Dockerfile here: its context would hold every task's tests
+    if (folder.parent / "image.toml").is_file():  # not a Dockerfile, whose build context would contain the tests of all tasks
         return folder.parent
     raise _Mistake(
         "environment", "has no image", f"write environment/image.toml, environment/Dockerfile, or one image.toml in {folder.parent.name}/"
@@ -312,7 +315,7 @@ def _runs(folder: Path, tests: Mapping[str, bytes]) -> tuple[GradingRun, ...]:
 def _grading(description: TaskDescription, mode: Mode, tests: Mapping[str, bytes], runs: tuple[GradingRun, ...], gold: str) -> Grading:
     tests = {name: data for name, data in tests.items() if name != "runs.toml"}
     if mode == "shell" and _writes_a_reward(tests):
-        raise _Mistake("tests", "leave their verdict in /logs/verifier, which mode shell does not read", 'write verifier.mode = "harbor"')
+        raise _Mistake("tests", "write a reward to /logs/verifier, which mode shell ignores", 'set verifier.mode = "harbor"')
     if mode == "judge":
         _runs_name_outputs(runs, description)
     try:
@@ -334,13 +337,11 @@ def _writes_a_reward(tests: Mapping[str, bytes]) -> bool:
 
 
 def _runs_name_outputs(runs: tuple[GradingRun, ...], description: TaskDescription) -> None:
-    """Refuses a run that overwrites a declared output, since the tests would judge their own file."""
+    """Rejects a run that overwrites a declared output, because the tests would then grade their own file."""
     for run in runs:
         for path in run.files:
             if any(is_exact(pattern) and pattern == path for pattern in description.outputs or ()):
-                raise _Mistake(
-                    "tests/runs.toml", f"run {run.name!r}: files.{path} overwrites a declared output", "give the input another name"
-                )
+                raise _Mistake("tests/runs.toml", f"run {run.name!r}: files.{path} overwrites a declared output", "rename the input")
 
 
 def _gold(folder: Path) -> str:
@@ -348,7 +349,9 @@ def _gold(folder: Path) -> str:
     entries = [name for name in ("solve.sh", "solve.py") if name in files]
     if len(entries) != 1:
         raise _Mistake(
-            "solution", f"holds {len(entries)} of solve.sh and solve.py", "write one: run in the working directory, it does the task"
+            "solution",
+            f"contains {len(entries)} of solve.sh and solve.py",
+            "write exactly one, which solves the task when run in the working directory",
         )
     program = "bash" if entries[0].endswith(".sh") else "python3"
     return _GOLD.format(files=encode_files(files), argv=[program, f"/tmp/solution/{entries[0]}"])
@@ -358,7 +361,7 @@ def _parsed(kind: type[M], folder: Path, path: str, fix: str) -> M:
     try:
         return parse_toml(kind, _text(folder, path, fix))
     except ValueError as error:
-        raise _Mistake(path, str(error).replace("\n", f"\n    {path}: "), "change what is named above") from None
+        raise _Mistake(path, str(error).replace("\n", f"\n    {path}: "), "correct the keys above") from None
 
 
 def _text(folder: Path, path: str, fix: str) -> str:
@@ -371,21 +374,21 @@ def _text(folder: Path, path: str, fix: str) -> str:
 
 
 def _tree(folder: Path, name: str) -> dict[str, bytes]:
-    """Relative path -> content of every file in a folder of the task, which may hold only regular files and folders."""
+    """Relative path -> content of every file in a folder of the task, which may contain only regular files and folders."""
     top = folder / name
     if not top.is_dir():
-        raise _Mistake(name, "is missing", f"make the folder {name}/")
+        raise _Mistake(name, "is missing", f"create the folder {name}/")
     files: dict[str, bytes] = {}
     size = 0
     for path in _walk(top):
         where = path.relative_to(top).as_posix()
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise _Mistake(f"{name}/{where}", "is not a regular file", "replace it by a copy; links and devices are refused")
+            raise _Mistake(f"{name}/{where}", "is not a regular file", "replace it by a copy; links and devices are not allowed")
         if not is_plain_path(where):
-            raise _Mistake(f"{name}/{where!r}", "has a name that cannot be used in a sandbox", "rename it")
+            raise _Mistake(f"{name}/{where!r}", "has an invalid name", "rename it")
         size += path.stat().st_size
         if size > MAX_BYTES or len(files) == MAX_FILES:
-            raise _Mistake(name, f"holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES} files", "put large data into the image")
+            raise _Mistake(name, f"contains more than {MAX_BYTES >> 20} MiB or {MAX_FILES} files", "put large data into the image")
         files[where] = path.read_bytes()
     return files
 
@@ -400,7 +403,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
-    """The files that are text, and the others as base64."""
+    """The text files, and the other files as base64."""
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}
     for path, data in files.items():

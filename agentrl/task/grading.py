@@ -1,11 +1,11 @@
-"""The grading of one task, from its folder: tests, runs, mode. Kept in `Task.data["grading"]`, so on the host.
+"""How a task folder is graded: tests, runs, mode. Stored in `Task.data["grading"]`, which stays on the host.
 
 Four modes, strongest first:
 
-    judge   programs under test and judging code run in separate sandboxes: the tests never meet a program under test
-    pytest  the tests import the code under test, in one process with it
-    shell   tests/test.sh starts the code under test, in one sandbox with it
-    harbor  the same at Harbor's paths: /tests, /logs and the image's own working directory
+    judge   programs under test and tests run in separate sandboxes
+    pytest  the tests import the code under test, in one process
+    shell   tests/test.sh starts the code under test, in one sandbox
+    harbor  like shell, at Harbor's paths: /tests, /logs and the image's working directory
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.records.paths import is_plain_path
 
 MAX_RUNS = 64
 MAX_RUN_SECONDS = 300.0
-"""Of all runs of a task together: a program under test must not delay the grading for longer."""
+"""Limit for all runs of a task together, so that a program under test cannot delay the grading for longer."""
 MAX_TEST_SECONDS = 3600.0
 """Largest deadline that a task can set for its tests."""
 GRADING_KEY = "grading"
@@ -33,36 +33,36 @@ JUDGE_ARGUMENTS = ("outputs", "runs")
 Mode = Literal["judge", "pytest", "shell", "harbor"]
 
 SCRIPTED: tuple[Mode, ...] = ("shell", "harbor")
-"""Modes whose one test is the script tests/test.sh."""
+"""Modes with a single test, the script tests/test.sh."""
 
 
 class GradingRun(BaseModel):
-    """One program under test, or one call of a function in it: the host starts it and takes its results as data."""
+    """One program under test, or one call of a function in it. The host starts it and reads its results as data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Its name in the tests: `runs["small"]`."""
+    """Name in the tests: `runs["small"]`."""
     argv: tuple[str, ...] = ()
     """Program and arguments, such as ["python3", "count.py", "--top", "3"]."""
     call: str = ""
-    """Instead of a program, a function of a Python file: `count.py:top`; its result comes back as JSON."""
+    """A function of a Python file instead of a program: `count.py:top`; its result is returned as JSON."""
     args: tuple[Any, ...] = ()
     """Arguments of the call."""
     kwargs: dict[str, Any] = {}
-    """Named arguments of the call."""
+    """Keyword arguments of the call."""
     stdin: str = ""
     """Standard input."""
     stdin_file: str = ""
-    """The same, from a file in tests/."""
+    """Standard input from a file in tests/."""
     files: dict[str, str] = {}
     """Hidden inputs: path in the working directory -> file in tests/."""
     reads: tuple[str, ...] = ()
-    """Files that the program should write; they are collected with its output."""
+    """Files that the program should write; collected after the run."""
     timeout_sec: float = Field(10.0, gt=0, le=MAX_RUN_SECONDS)
     """Deadline, after which the program is killed."""
     fresh: bool = False
-    """Starts in a fresh sandbox. Otherwise it finds the files that earlier runs left."""
+    """Starts in a fresh sandbox instead of one with the files of earlier runs."""
 
     @field_validator("files", "reads")
     @classmethod
@@ -75,7 +75,7 @@ class GradingRun(BaseModel):
     @field_validator("args", "kwargs")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
-        json_value(value)  # a function gets them as JSON, which has no dates, for instance
+        json_value(value)  # functions receive JSON, which has no dates, for example
         return value
 
     @model_validator(mode="after")
@@ -85,16 +85,16 @@ class GradingRun(BaseModel):
         if self.call and not (self.call.partition(":")[0].endswith(".py") and self.call.partition(":")[2].isidentifier()):
             raise ValueError("call must look like count.py:top")
         if self.call and (self.stdin or self.stdin_file):
-            raise ValueError("stdin does nothing for a call; give args or kwargs")
+            raise ValueError("stdin has no effect on a call; use args or kwargs")
         if self.argv and (self.args or self.kwargs):
-            raise ValueError("args and kwargs do nothing for a program; put them into argv")
+            raise ValueError("args and kwargs have no effect on a program; use argv")
         if self.stdin and self.stdin_file:
-            raise ValueError("stdin and stdin_file exclude each other")
+            raise ValueError("stdin and stdin_file are mutually exclusive")
         return self
 
 
 class Grading(BaseModel):
-    """How a task is graded. Everything in it is hidden from the agent."""
+    """How a task is graded. The agent sees none of it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -105,15 +105,15 @@ class Grading(BaseModel):
     timeout_s: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
     """Deadline of the tests."""
     gold: str = ""
-    """Python source of the gold solution. When tests break, it shows whether the task or the outputs are to blame."""
+    """Python source of the gold solution. If tests break, it shows whether the task or the outputs are to blame."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Grading:
         names = [run.name for run in self.runs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two runs are named {twice[0]!r}")
+            raise ValueError(f"two runs have the name {twice[0]!r}")
         if self.runs and self.mode != "judge":
-            raise ValueError(f"runs do nothing with verifier.mode = {self.mode}: its tests start programs themselves")
+            raise ValueError(f"runs have no effect with verifier.mode = {self.mode}: its tests start programs themselves")
         if sum(run.timeout_sec for run in self.runs) > MAX_RUN_SECONDS:
             raise ValueError(f"the runs' timeout_sec together exceed {MAX_RUN_SECONDS:g} s")
         for run in self.runs:
@@ -131,7 +131,7 @@ class Grading(BaseModel):
         return {path: base64.b64decode(text) for path, text in self.tests.items()}
 
     def test_names(self) -> tuple[str, ...]:
-        """Names of the tests that must all pass, read from their source on the host. Raises `ValueError` when there are none."""
+        """Names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are none."""
         if self.mode in SCRIPTED:
             return ("test.sh",)
         files = self.files()
@@ -142,7 +142,7 @@ class Grading(BaseModel):
             for name in _tests(path, files[path], judge=self.mode == "judge")
         )
         if not names:
-            raise ValueError("tests/ holds no test: write tests/test_*.py with functions named test_*")
+            raise ValueError("tests/ has no test: write tests/test_*.py with functions test_*")
         return names
 
 
@@ -152,11 +152,13 @@ def encode_files(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def grading_of(task: Task) -> Grading:
-    """The grading of a task. Raises `TaskError` when it has none."""
+    """The grading of a task. Raises `TaskError` if it has none."""
     try:
         return Grading.model_validate(task.data[GRADING_KEY])
     except (KeyError, ValidationError) as error:
-        raise TaskError(f"task {task.id}: its data has no grading: {error}", fix="make the task with agentrl.task.TaskFolders") from None
+        raise TaskError(
+            f"task {task.id}: its data has no valid grading: {error}", fix="create the task with agentrl.task.TaskFolders"
+        ) from None
 
 
 def _tests(path: str, source: bytes, *, judge: bool) -> Iterator[str]:
@@ -165,11 +167,11 @@ def _tests(path: str, source: bytes, *, judge: bool) -> Iterator[str]:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"tests/{path}: {error}") from None
     except (RecursionError, MemoryError):  # the parser's own stack
-        raise ValueError(f"tests/{path}: is nested too deep to be read") from None
+        raise ValueError(f"tests/{path}: is nested too deeply") from None
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if judge and (wrong := [name.arg for name in node.args.args if name.arg not in JUDGE_ARGUMENTS]):
-                raise ValueError(f"tests/{path}:{node.lineno}: {node.name} asks for {wrong[0]!r}; there are outputs and runs")
+                raise ValueError(f"tests/{path}:{node.lineno}: {node.name} has a parameter {wrong[0]!r}; only outputs and runs exist")
             yield node.name
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test") and not judge:
             inner = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]

@@ -1,7 +1,7 @@
-"""Reading Harbor's task folders: which of its keys are another spelling of ours, and which ask for something unavailable.
+"""Harbor's task folders: translates its keys to ours, and rejects keys that need something unavailable.
 
-Harmless keys are accepted. A key that changes what a sandbox promises (a network, a GPU, root, a second container) is refused with
-the reason and the fix. It is never ignored, which would change the task.
+Harmless keys are accepted. A key that changes what a sandbox provides (a network, a GPU, root, a second container) is an error with the
+reason and the fix. Ignoring it would change the task.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from pydantic_core import PydanticCustomError
 
 UNSUPPORTED_KEY = "harbor_refused"
 REWARD_FOLDER = b"/logs/verifier"
-"""The folder of the reward, which tests of a Harbor folder name."""
+"""The folder of the reward, which the tests of a Harbor folder mention."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _MEGABYTES = {"": 2.0**-20, "K": 2.0**-10, "M": 1.0, "G": 2.0**10, "T": 2.0**20}
 
-_NO_NETWORK = (
-    'programs reach nothing by default: name their hosts, environment.network = ["pypi.org:443"], or none, environment.network = []'
-)
-_NO_USER = "programs run as the sandbox's own user and never as root: remove it"
-_NO_VARIABLES = "variables are not handed in: write {} and leave the key empty or out"
+_NO_NETWORK = 'programs have no network by default: allow hosts, environment.network = ["pypi.org:443"], or none, environment.network = []'
+_NO_USER = "programs run as the sandbox's user and never as root: remove it"
+_NO_VARIABLES = "environment variables are not passed in: write {} and remove the key"
 
 
 def _empty(value: Any) -> bool:
@@ -37,13 +35,13 @@ def _anything(value: Any) -> bool:
     return True
 
 
-# Table -> key -> (values that are accepted, and left out; why others are refused).
+# Table -> key -> (test for harmless values, which are removed; why other values are an error).
 _KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "": {
         "task": (_anything, ""),
         "source": (_anything, ""),
-        "artifacts": (_empty, "only files of the working directory leave the agent's sandbox: name them in outputs"),
-        "steps": (_empty, "a task has one instruction here: make a folder of each step"),
+        "artifacts": (_empty, "only files of the working directory are collected: list them in outputs"),
+        "steps": (_empty, "a task has only one instruction: create a folder for each step"),
     },
     "solution": {"env": (_empty, _NO_VARIABLES.format("export lines into solve.sh"))},
     "agent": {"user": (_empty, _NO_USER), "network_mode": (_no_network, _NO_NETWORK)},
@@ -53,29 +51,29 @@ _KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         "network_mode": (_no_network, _NO_NETWORK),
         "environment_mode": (
             lambda value: value in ("", "shared"),
-            "tests always run in a fresh sandbox of the task's own image: remove it",
+            "tests always run in a fresh sandbox with the task's image: remove it",
         ),
-        "environment": (_empty, "tests run in the task's own image: put what they need into environment/Dockerfile"),
-        "collect": (_empty, "nothing is run between the agent and the tests: do it in test.sh"),
+        "environment": (_empty, "tests run in the task's image: install their dependencies in environment/Dockerfile"),
+        "collect": (_empty, "no command runs between the agent and the tests: add it to test.sh"),
     },
     "environment": {
         "allow_internet": (_empty, _NO_NETWORK),
         "network_mode": (_no_network, _NO_NETWORK),
-        "gpus": (_empty, "a sandbox has no GPU: leave the task out, or make it one for the CPU"),
-        "gpu_types": (_empty, "a sandbox has no GPU: leave the task out, or make it one for the CPU"),
+        "gpus": (_empty, "a sandbox has no GPU: remove the task, or adapt it to the CPU"),
+        "gpu_types": (_empty, "a sandbox has no GPU: remove the task, or adapt it to the CPU"),
         "os": (lambda value: value in ("", "linux"), "sandboxes run Linux"),
         "env": (_empty, _NO_VARIABLES.format("ENV lines into environment/Dockerfile")),
-        "workdir": (_empty, "the working directory is the Dockerfile's: write WORKDIR there"),
-        "mcp_servers": (_empty, "an agent's tools are named by tools, and run in the sandbox"),
-        "skills_dir": (_empty, "an agent has no skills here: put what it should know into instruction.md"),
-        "healthcheck": (_empty, "nothing runs in a sandbox before the agent does: start services in solve.sh and test.sh"),
+        "workdir": (_empty, "the Dockerfile sets the working directory: write WORKDIR there"),
+        "mcp_servers": (_empty, "the key tools lists the agent's tools, which run in the sandbox"),
+        "skills_dir": (_empty, "skills are not supported: describe them in instruction.md"),
+        "healthcheck": (_empty, "no command runs in a sandbox before the agent: start services in solve.sh and test.sh"),
     },
 }
 _ASKS_FOR_NETWORK = ("allow_internet", "network_mode")
 
 
 def translate_keys(description: dict[str, Any]) -> dict[str, Any]:
-    """A `task.toml` with Harbor's keys left out or replaced by ours. Raises a validation error with a line for each refused key."""
+    """A `task.toml` with Harbor's keys removed or replaced by ours. Raises a validation error with one line for each rejected key."""
     ours = {key: dict(value) if isinstance(value, dict) else value for key, value in description.items()}
     hosts_named = isinstance(ours.get("environment"), dict) and "network" in ours["environment"]
     wrong: list[str] = []
@@ -100,7 +98,7 @@ def translate_keys(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(environment: dict[str, Any]) -> list[str]:
-    """Turns `memory = "2G"` into `memory_mb = 2048`, and storage likewise; returns what is wrong with them."""
+    """Replaces `memory = "2G"` by `memory_mb = 2048`, and storage likewise. Returns the problems."""
     wrong = []
     for key in ("memory", "storage"):
         if key not in environment:
@@ -108,13 +106,13 @@ def _sizes(environment: dict[str, Any]) -> list[str]:
         text = environment.pop(key)
         match = _SIZE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            wrong.append(f'environment.{key} = {text!r}: is a size such as "512M" or "2G"')
+            wrong.append(f'environment.{key} = {text!r}: must be a size such as "512M" or "2G"')
         else:
             environment.setdefault(f"{key}_mb", max(1, round(float(match[1]) * _MEGABYTES[match[2].upper()])))
     return wrong
 
 
-# What a script fetches ------------------------------------------------------------------------------------------------
+# Downloads in scripts -------------------------------------------------------------------------------------------------
 
 _INSTALLS_AS_ROOT = re.compile(r"(?:sudo\s+)?(?:apt-get|apt|apk|dnf|yum|microdnf)\s+(?:-\S+\s+)*(?:update|install|add|upgrade)\b")
 _DOWNLOADS = re.compile(
@@ -125,10 +123,10 @@ _DOWNLOADS = re.compile(
 
 
 def script_problem(script: str, *, network: bool) -> str:
-    """Why a script cannot work in a sandbox, as "line 3: ..."; empty when it can.
+    """Why a script cannot work in a sandbox, as "line 3: ..."; empty if it can.
 
-    Only commands at the start of a line count, since they always run: one inside an `if`, or after `||`, may be meant for machines
-    without what the image holds.
+    Only commands at the start of a line count, because they always run. A command inside an `if`, or after `||`, may be meant for other
+    machines.
     """
     for number, line in enumerate(re.sub(r"\\\n", "  ", script).splitlines(), 1):
         if "||" in line:

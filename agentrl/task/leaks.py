@@ -1,11 +1,11 @@
-"""Answers that an agent could read: in its task's files, its prompt, the image's files, or the notes that it is shown.
+"""Finds answers that an agent can read: in its task's files, its prompt, the image's files, or its notes.
 
-The truth of a task is the values in `Task.data` under keys such as `answer`, what the gold solution prints or leaves, and the tests
-and solution of a task folder. Leaks are judged so:
+The truth of a task is the values in `Task.data` under keys such as `answer`, the output of the gold solution, and the tests and solution
+of a task folder. A leak is
 
-    failure  a file holds only the truth, and the truth has LONG characters or the file is named like an answer;
-             the truth is next to a key or in a column such as `answer`; a test or the gold solution is itself there
-    note     a truth of LONG characters or more appears verbatim, which is right if the task is to look it up
+    a failure  if a file contains only the truth, and the truth has LONG characters or the file is named like an answer; if the truth is
+               next to a key or in a column such as `answer`; or if the file contains a test or the gold solution
+    a note     if a truth of LONG characters or more appears verbatim, which is right if the task is to look it up
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from agentrl.records import Task
 from agentrl.task.grading import GRADING_KEY, Grading
 
 LONG = 8
-"""Shortest truth, in characters, that is not in a file by chance."""
+"""Minimum length of a truth that does not appear by chance, in characters."""
 SOURCE = 32
-"""Shortest test or solution, in characters, that is recognised in another file."""
+"""Minimum length of a test or solution that is recognised in another file, in characters."""
 LONGEST = 10_000
 MAX_FILE = 4 << 20
-"""Bytes of a file that are searched."""
+"""Maximum number of bytes searched in a file."""
 
 _TRUE_KEYS = r"answers?|solutions?|expected(?:_\w+)?|ground_?truth|truths?|gold(?:en)?(?:_\w+)?|correct(?:_\w+)?"
 _DATA_KEY = re.compile(rf"(?:{_TRUE_KEYS}|targets?|labels?|results?|references?)", re.IGNORECASE)
@@ -40,12 +40,12 @@ _PAIR = re.compile(rf"(?<![A-Za-z])(?:{_TRUE_KEYS})\b[\"']?\s*(?::|=>|=|\bis\b)\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A text that an agent must not be given, and its origin."""
+    """A text that an agent must not see, and its origin."""
 
     text: str
     origin: str  # such as data.answer
-    is_source: bool = False  # a whole test or solution, recognised as such
-    is_compared: bool = False  # a test compares something with it, perhaps an input that should stay unchanged
+    is_source: bool = False  # the full text of a test or solution
+    is_compared: bool = False  # a test compares with it, perhaps to check that an input is unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Leak:
 
 
 def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
-    """What must not be readable. `printed`: the gold solution's output, when that is the answer."""
+    """The texts that must not be readable. `printed`: the gold solution's output, if that is the answer."""
     known = [
         Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != GRADING_KEY for text in _answers(key, value)
     ]
@@ -86,7 +86,7 @@ def _answers(key: str, value: Any) -> Iterator[str]:
 
 
 def _hidden(grading: Grading) -> Iterator[Truth]:
-    """The whole tests and solution, and the longer texts that the tests compare with."""
+    """The tests and solution, and the longer texts that the tests compare with."""
     tests = {f"tests/{path}": data for path, data in grading.files().items()}
     for path, data in {**tests, **_solution(grading.gold)}.items():
         text = data.decode("utf-8", "replace").strip()
@@ -118,7 +118,7 @@ def _compared(source: str) -> Iterator[str]:
 
 
 def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
-    """Every truth that can be read in one of these files, each by its most obvious leak."""
+    """All truths that can be read in these files, each with its most obvious leak."""
     readable: list[Leak] = []
     known = list(wanted)
     for path, data in files.items():
@@ -134,20 +134,20 @@ def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak
 def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
     wanted = truth.text
     if truth.is_source:
-        return Leak(path=path, how="holds a copy of", truth=truth, certain=True) if wanted in text else None
+        return Leak(path=path, how="contains a copy of", truth=truth, certain=True) if wanted in text else None
     if text.strip("\"'") == wanted:
         named = _FILE_NAME.fullmatch(path.rpartition("/")[2].partition(".")[0]) is not None
         sure = named or (len(wanted) >= LONG and not truth.is_compared)
-        return Leak(path=path, how="holds only", truth=truth, certain=sure) if sure or len(wanted) >= LONG else None
+        return Leak(path=path, how="contains only", truth=truth, certain=sure) if sure or len(wanted) >= LONG else None
     if any(_begins(rest, wanted) for rest in beside):
-        return Leak(path=path, how="gives by its name", truth=truth, certain=True)
+        return Leak(path=path, how="contains, next to its key,", truth=truth, certain=True)
     if len(wanted) >= LONG and (wanted in text or wanted in path):
-        return Leak(path=path, how="holds, among other text,", truth=truth, certain=False)
+        return Leak(path=path, how="contains, among other text,", truth=truth, certain=False)
     return None
 
 
 def _beside(text: str) -> Iterator[str]:
-    """Texts after a key such as `answer:`, and in columns of that name."""
+    """Texts after a key such as `answer:`, and in columns with such a name."""
     for match in _PAIR.finditer(text):
         yield text[match.end() : match.end() + LONGEST + 2]
     lines = text.splitlines()
@@ -165,7 +165,7 @@ def _beside(text: str) -> Iterator[str]:
 
 
 def _begins(rest: str, wanted: str) -> bool:
-    """Whether `rest` begins with the truth as a whole word: 4 is not in 42 or 4.5."""
+    """Whether `rest` starts with the truth as a full word: 4 does not match 42 or 4.5."""
     if not rest.startswith(wanted):
         return False
     after = rest[len(wanted) : len(wanted) + 2]

@@ -1,9 +1,9 @@
-"""Declared outputs: the files that are judged, and how they leave the agent's sandbox.
+"""Declared outputs: the files that are graded, and how they are collected from the agent's sandbox.
 
-A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern `*` and
-`?` match characters of one name, and a `**` that is a whole name matches any number of folders. `WHOLE_DIRECTORY`, used by Harbor's tasks,
-means every file that was changed, added or removed since the image. Only regular files are taken, never the target of a link, and
-only within bounds; the state of the files is the agent's responsibility and never a fault of the machine.
+A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern, `*` and `?` match
+characters of one name, and a name `**` matches any number of folders. `WHOLE_DIRECTORY`, used by Harbor's tasks, means every file that
+differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible for the state
+of its files; it is never an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from agentrl.records.paths import MAX_DEPTH, MAX_PATH, is_plain_path
 
 WHOLE_DIRECTORY = "."
 INITIAL_FILES = "/opt/agentrl/start"
-"""In a sandbox from a Dockerfile: the image's working directory as it was built (see `agentrl.sandbox.layout`)."""
+"""In a sandbox from a Dockerfile: the image's original working directory (see `agentrl.sandbox.layout`)."""
 COLLECT_S = 90.0
-"""Deadline of collecting. A sandbox that takes longer has failed: its server answers whatever the agent's programs do."""
+"""Deadline of collecting. A sandbox that takes longer has failed, because its server answers regardless of the agent's programs."""
 LISTING_S = 20.0
 LISTING_BYTES = 1 << 20
 
 MAX_ODD = 16
-"""Largest number of invalid names that an episode reports."""
+"""Maximum number of invalid names that an episode reports."""
 
-# Kills what the agent has left running: otherwise files could vanish while they are read, or reading get no CPU time.
+# Kills the agent's processes: otherwise files could vanish while they are read, or reading could get no CPU time.
 _ALONE = """
 import os
 try: os.kill(-1, 9)
 except OSError: pass
 """
 
-# Prints the files under the working directory as JSON. The agent can make it print anything: it only proposes names.
+# Prints the files under the working directory as JSON. The agent can make it print anything, so its output only proposes names.
 _LISTING = (
     _ALONE
     + """
@@ -54,7 +54,7 @@ print(json.dumps(names))
 """
 )
 
-# The same for files that differ from the image's working directory. What it leaves out is the agent's loss.
+# The same for files that differ from the image's working directory.
 _CHANGES = (
     _ALONE
     + """
@@ -82,11 +82,11 @@ print(json.dumps([names, gone]))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedOutputs:
-    """The files taken from a sandbox, and those refused: path or pattern -> reason. Missing files are in neither."""
+    """The collected files, and the rejected ones: path or pattern -> reason. Missing files are in neither."""
 
     files: Mapping[str, bytes]
     refused: Mapping[str, str] = field(default_factory=dict)
-    removed: tuple[str, ...] = ()  # only when the whole working directory is judged
+    removed: tuple[str, ...] = ()  # only for the pattern WHOLE
 
 
 def is_exact(pattern: str) -> bool:
@@ -109,7 +109,7 @@ def matches_pattern(pattern: str, path: str) -> bool:
 
 
 def _skip(steps: Sequence[str], reached: set[int]) -> set[int]:
-    """Every position in the pattern that can be reached by letting `**` match no folder."""
+    """The positions in the pattern that are reachable if `**` matches no folder."""
     positions = set(reached)
     for at, step in enumerate(steps):
         if step == "**" and at in positions:
@@ -125,14 +125,14 @@ def example_path(pattern: str) -> str:
 
 
 def select_files(files: Mapping[str, bytes], patterns: Sequence[str]) -> dict[str, bytes]:
-    """Those of `files` that a pattern matches."""
+    """Those of `files` that match a pattern."""
     return {path: data for path, data in files.items() if any(matches_pattern(pattern, path) for pattern in patterns)}
 
 
 def overlay(below: Mapping[str, bytes], above: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Both sets of files in one folder, `above` on top: a file there replaces a file or a whole folder below.
+    """Both sets of files in one folder; a file of `above` replaces a file or a folder of `below`.
 
-    The result can always be written: none of its paths is a folder of another, if that holds for `above`.
+    The result can be written: none of its paths is a folder of another, if that holds for `above`.
     """
     folders = {parent for path in above for parent in _parents(path)}
     kept = {
@@ -149,11 +149,12 @@ def _parents(path: str) -> list[str]:
 
 
 async def collect_outputs(sandbox: Sandbox, patterns: Sequence[str], *, timeout_s: float = COLLECT_S) -> CollectedOutputs:
-    """Takes the files that match `patterns` from an agent's sandbox, at most `OUTPUT_FILES` with `OUTPUT_BYTES` in all.
+    """Collects the files that match `patterns` from an agent's sandbox, at most `OUTPUT_FILES` files and `OUTPUT_BYTES` bytes.
 
-    When a pattern has wildcards, everything still running in the sandbox is killed before the files are listed. Raises
-    `SandboxError` when the sandbox itself fails, and `SandboxTimeout` after `timeout_s`. A link, a device, a file too large or
-    a folder that cannot be listed is the agent's responsibility: it is among the refused.
+    If a pattern has wildcards, all processes in the sandbox are killed first. The agent is responsible for links, devices, files that are
+    too large and folders that cannot be listed; they are among the rejected.
+
+    Raises `SandboxError` if the sandbox fails, and `SandboxTimeout` after `timeout_s`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -182,7 +183,7 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutput
     left = OUTPUT_BYTES
     for name in dict.fromkeys([*exact, *filter(is_plain_path, names)]):
         if len(files) == OUTPUT_FILES or len(refused) > OUTPUT_FILES:
-            refused[name] = f"outputs have at most {OUTPUT_FILES} files; this one and the following are left behind"
+            refused[name] = f"outputs have at most {OUTPUT_FILES} files; this one and the following are not collected"
             break
         try:
             files[name] = await sandbox.read(name, max_bytes=left)
@@ -196,23 +197,23 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutput
     return CollectedOutputs(files=files, refused=refused, removed=removed)
 
 
-_ODD = f"not a valid path: it is not UTF-8, not below the folder, or has over {MAX_PATH} characters or {MAX_DEPTH} names"
+_ODD = f"not a valid path: it is not UTF-8, not below the folder, or has more than {MAX_PATH} characters or {MAX_DEPTH} names"
 
 
 def _printable(name: str) -> str:
-    """The start of an invalid name as valid text, with escapes for what is not a character."""
+    """The start of an invalid name as valid text, with escapes for undecodable bytes."""
     return name[:100].encode("utf-8", "backslashreplace").decode()
 
 
 def _root(pattern: str) -> str:
-    """The folder that holds everything a pattern can match; empty for the working directory."""
+    """The folder that contains everything a pattern can match; empty for the working directory."""
     steps = pattern.split("/")[:-1]
     exact = next((count for count, step in enumerate(steps) if not is_exact(step)), len(steps))
     return "/".join(steps[:exact])
 
 
 async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], str]:
-    """Names of files below `roots` by the sandbox's word, and what is wrong with its answer."""
+    """Names of files below `roots` according to the sandbox, and what is wrong with its answer."""
     answer, problem = await _answer(sandbox, _LISTING % (list(roots), MAX_DEPTH, MAX_PATH))
     names = _names(answer)
     if not problem and names is None:
@@ -221,7 +222,7 @@ async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], s
 
 
 async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
-    """Names of new or changed files, and of removed ones, by the sandbox's word, and what is wrong with its answer."""
+    """Names of new or changed files, and of removed ones, according to the sandbox, and what is wrong with its answer."""
     answer, problem = await _answer(sandbox, _CHANGES % (MAX_DEPTH, INITIAL_FILES))
     if problem:
         return [], [], problem
@@ -249,7 +250,7 @@ def _names(answer: object) -> list[str] | None:
 
 
 async def run_and_collect(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, CollectedOutputs]:
-    """Runs a Python program instead of an agent: how it ended, and the outputs it left. Raises as `collect_outputs` does."""
+    """Runs a Python program in place of an agent. Returns its result and the outputs. Raises as `collect_outputs`."""
     sandbox = await sandboxes.open(task.sandbox, files=task.contents())
     try:
         result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)

@@ -1,6 +1,6 @@
 """The tools of an imported trace: their schemas, and the result of each call.
 
-A task that names the tool `recorded` has them in its data. Its tools answer the recorded calls and no others.
+A task with the tool `recorded` has the recording in its data. Its tools answer only the recorded calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentrl.records import Task, codec
 from agentrl.records.fields import JsonObject, Record, Text
 
 RECORDED_TOOLS = "recorded"
-"""The name of all recorded tools in `Task.tools`, and their key in `Task.data`."""
+"""Name of the recorded tools in `Task.tools`, and their key in `Task.data`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class RecordedCall(Record):
 
 
 def arguments_key(arguments: Mapping[str, Any]) -> str:
-    """A text that is the same for equal arguments."""
+    """A text that is equal for equal arguments."""
     return json.dumps(arguments, sort_keys=True)
 
 
@@ -47,11 +47,11 @@ class Recording(Record):
 
     @classmethod
     def of(cls, task: Task) -> Recording:
-        """The recording of a task. Raises `TaskError` if its data have none."""
+        """The recording of a task. Raises `TaskError` if its data has none."""
         try:
             return codec.from_json(cls, codec.to_json(task.data[RECORDED_TOOLS]))
         except (KeyError, ValueError) as error:
             raise TaskError(
-                f"task {task.id!r} names the tool {RECORDED_TOOLS}, but its data have no recording: {str(error)[:300]}",
+                f"task {task.id!r} has the tool {RECORDED_TOOLS}, but no valid recording in its data: {str(error)[:300]}",
                 fix="promote its trace again: agentrl failures promote",
             ) from None

@@ -1,7 +1,6 @@
 """The schedule of tasks: a pure function of the seed and the group's index.
 
-Nothing is drawn from a moving state, so the group index is the whole cursor: a resumed run knows which groups are missing, and
-neither skips nor repeats a prompt.
+There is no random state to advance, so a resumed run knows which groups are missing, and neither skips nor repeats a task.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from agentrl.task.weighting import Weights
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
-    """The recipe's task family: a plugin reference, or a folder of task folders relative to `root`.
+    """Opens the recipe's task family: a plug-in reference, or a folder of task folders relative to `root`.
 
-    Where the recipe names verifiers, every task of it has these in place of its own.
+    If the recipe lists verifiers, they replace those of every task.
 
-    Raises `PluginError` when it does not resolve or refuses its options, and `TaskError` for task folders with mistakes.
+    Raises `PluginError` if the reference does not resolve or rejects its options, and `TaskError` for task folders with mistakes.
     """
     family = _open(config, seed=seed, root=root or Path.cwd())
     if not config.verifiers:
@@ -41,26 +40,24 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
     if ":" not in config.family and ("/" in config.family or (root / config.family).is_dir()):
         known = {"heldout"}
         if unknown := sorted(set(config.options) - known):
-            raise RecipeError(f"tasks.options.{unknown[0]}: unknown for a family of task folders; known here: {', '.join(known)}")
+            raise RecipeError(f"tasks.options.{unknown[0]}: unknown option of task folders; the options are {', '.join(known)}")
         return TaskFolders(root / config.family, root=root, seed=seed, heldout=_share(config.options.get("heldout", 0.25)))
     factory = resolve(config.family)
     try:
         family = factory(seed=seed, **secrets.resolve_options(config.options))
     except TypeError as error:
-        raise PluginError(
-            f"tasks.family {config.family!r}: {error}", fix="it must be callable as family(seed=0, **tasks.options)"
-        ) from error
+        raise PluginError(f"tasks.family {config.family!r}: {error}", fix="make it callable as family(seed=0, **tasks.options)") from error
     for name in ("task", "size", "gold"):
         if not callable(getattr(family, name, None)):
             raise PluginError(
-                f"tasks.family {config.family!r} has no method {name!r}", fix="it has task(split, index), size(split), gold(task)"
+                f"tasks.family {config.family!r} has no method {name!r}", fix="define task(split, index), size(split) and gold(task)"
             )
     opened: TaskFamily = family
     return opened
 
 
 class _JudgedBy:
-    """A family whose tasks are judged by the recipe's verifiers."""
+    """A family whose tasks have the recipe's verifiers."""
 
     def __init__(self, family: TaskFamily, verifiers: tuple[str, ...]) -> None:
         self.name = _named(family)
@@ -77,7 +74,7 @@ class _JudgedBy:
 
 
 class _VariedJudgedBy(_JudgedBy):
-    """Of a family that makes variants: they are judged so, too."""
+    """The same for a family with variants."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         for how, one in cast(VariedFamily, self._family).variants(task, seed=seed):
@@ -91,7 +88,7 @@ def _share(value: object) -> float:
 
 
 def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
-    """The specs to prepare before a run: one for each image of a family's tasks; for an endless family the first task's."""
+    """The specs to prepare before a run: one for each image of the family's tasks; only the first task's for an endless family."""
     if family.size(Split.TRAIN) is None:
         return [family.task(Split.TRAIN, 0).sandbox]
     tasks = (family.task(split, index) for split in Split for index in range(family.size(split) or 0))
@@ -99,24 +96,24 @@ def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
 
 
 def make_task(family: TaskFamily, split: Split, index: int) -> Task:
-    """One task of a family.
+    """Creates one task of a family.
 
     Raises:
-        TaskError: the family returned something other than a task, or raised what would end the run.
-        Exception: whatever else the family raises.
+        TaskError: the family returned something other than a task, or tried to end the run.
+        Exception: any other exception of the family.
     """
     fix = "repair the family's task()"
     try:
         task: object = family.task(split, index)
     except UserError:
         raise
-    except (ValueError, SystemExit, KeyboardInterrupt) as error:  # a ValueError means that it is not a valid task; see agentrl.records
+    except (ValueError, SystemExit, KeyboardInterrupt) as error:  # a ValueError means an invalid task; see agentrl.records
         if is_interrupt(error):
             raise
         why = error if isinstance(error, ValueError) else describe_error(error)
-        raise TaskError(f"{_named(family)}: {split} task {index} cannot be made: {why}", fix=fix) from error
+        raise TaskError(f"{_named(family)}: {split} task {index} cannot be created: {why}", fix=fix) from error
     if not isinstance(task, Task):
-        raise TaskError(f"{_named(family)}: {split} task {index} is not a Task but of type {type(task).__name__}", fix=fix)
+        raise TaskError(f"{_named(family)}: {split} task {index} is a {type(task).__name__}, not a Task", fix=fix)
     return task
 
 
@@ -124,31 +121,30 @@ def _named(family: TaskFamily) -> str:
     return str(getattr(family, "name", type(family).__name__))
 
 
-_STRIDE = 1_000_003  # from one substitute of an endless split to the next: far from the tasks of the groups around it
+_STRIDE = 1_000_003  # distance between substitutes in an endless split, far from the tasks of neighbouring groups
 _SUBSTITUTES = 256
 
 
 class ReservedGroups(Protocol):
-    """Groups that get their tasks from elsewhere, such as practice: a pure function of the group index."""
+    """Reserves groups for practice tasks; a pure function of the group's index."""
 
     def task_of_group(self, group_index: int) -> Task | None:
-        """The group's task; None when it is not set aside."""
+        """The practice task of a group; None if the group is not reserved."""
         ...
 
     def practice_groups_before(self, group_index: int) -> int:
-        """How many of the groups before this one are set aside."""
+        """The number of reserved groups before this one."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """Group index -> training task. A finite split has a new seeded order each epoch; an endless one is taken in order.
+    """Group index -> training task. A finite split is shuffled in each epoch; an endless one is used in order.
 
-    A task in `withheld` is never given: the next one of the epoch takes its place, or one from further on in an endless split. Groups
-    that `practice` has a task for get that; the others go through the family's tasks as if there were no such groups. Tasks whose weight
-    is below 1 are passed over so often.
+    A task in `withheld` is replaced by the next one of the epoch, or by a distant one of an endless split. Groups that `practice`
+    reserves get its tasks; the other groups use the family's tasks as if those groups did not exist.
 
-    `task` raises `TaskError` when the family cannot make it, `RecipeError` where there is none that may be trained on.
+    `task` raises `TaskError` if the family cannot create it, and `RecipeError` if no task may be trained on.
     """
 
     family: TaskFamily
@@ -158,7 +154,7 @@ class GroupSchedule:
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None) -> Task:
-        """With `weights`, one that these pass over gives its place to the next one, too; where they pass over all, the first stays."""
+        """The task of a group. With `weights`, a task that they skip is replaced by the next one; if they skip all, the first stays."""
         if self.practice is not None:
             if (set_aside := self.practice.task_of_group(group_index)) is not None:
                 return set_aside
@@ -173,7 +169,7 @@ class GroupSchedule:
             except Exception:
                 if first is None:
                     raise
-                continue  # a broken task costs the group whose own it is, not those that come by it
+                continue  # a broken substitute does not fail this group
             if task not in self.withheld:
                 if weights is None or weights.accepts(task, seed=self.seed, group=group_index, turn=turn):
                     return task
@@ -181,16 +177,16 @@ class GroupSchedule:
         if first is not None:
             return first
         raise RecipeError(
-            f"task family {_named(self.family)!r}: group {group_index} finds no training task that tasks.withhold lets it have",
-            fix="take the suite out of tasks.withhold, or give the family tasks that are not in it",
+            f"task family {_named(self.family)!r}: group {group_index} has no training task outside of tasks.withhold",
+            fix="remove the suite from tasks.withhold, or add tasks to the family that are not in it",
         )
 
     def is_practice(self, group_index: int) -> bool:
-        """Whether the group's task is none of the family's, but from `practice`."""
+        """Whether the group's task comes from `practice`."""
         return self.practice is not None and self.practice.task_of_group(group_index) is not None
 
     def _index(self, group_index: int, turn: int, size: int | None) -> int:
-        """Index of a group's task, or with `turn` above 0 of the one that is tried next in its place."""
+        """Index of a group's task, or of its substitute number `turn`."""
         if size is None:
             return group_index + turn * _STRIDE
         epoch, position = divmod(group_index, size)

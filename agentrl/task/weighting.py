@@ -1,7 +1,7 @@
-"""Which training tasks are given more often: those whose attempts were lately scored differently from one another.
+"""Task weighting: tasks with different scores among their recent attempts are used more often.
 
-A group whose attempts all score the same trains nothing, solved or not; and what is solved nearly always has little left to teach. Both
-are read off a task's own last groups, and for a task that was never given off those of its kind.
+A group with equal scores trains nothing, and a task that is nearly always solved has little left to learn. Both are estimated from the
+task's recent groups, and for an unused task from those of its kind.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from agentrl.base.scores import is_above
 from agentrl.config.tasks import WeightingConfig
 from agentrl.records import Group, Task, codec
 
-MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
+MOST_KIND = 200  # maximum length of a kind's name, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """What one group of a task of the family was worth to the learner."""
+    """The scores of one group of the family's tasks, as far as weighting needs them."""
 
     __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.records.codec
 
@@ -33,16 +33,17 @@ class GroupOutcome:
     """`Task.key`."""
     kind: str
     counted: int
-    """Attempts that were scored."""
+    """Number of scored attempts."""
     lowest: float
     mean: float
     highest: float
-    """Of their scores; 0.0 where there are none."""
+    """Highest score; 0.0 without scores, as for `lowest` and `mean`."""
     broken: bool
-    """Whether no attempt was scored for a fault of the task itself."""
+    """Whether no attempt was scored because of a task fault."""
 
     @classmethod
     def from_group(cls, task: Task, group: Group) -> GroupOutcome:
+        """The outcome of a finished group."""
         scores = [one.score.value for one in group.scored if one.score.value is not None]
         return cls(
             group=group.index,
@@ -58,17 +59,17 @@ class GroupOutcome:
 
     @property
     def has_spread(self) -> bool:
-        """Whether some attempts were scored higher than others."""
+        """Whether the attempts have different scores."""
         return is_above(self.highest, self.lowest)
 
     @property
     def headroom(self) -> float:
-        """How far the attempts were from a score of 1, from 0 to 1; nothing can be learned from a broken task."""
+        """How far the mean score is from 1, from 0 to 1; 0 for a broken task."""
         return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     @classmethod
     def from_line(cls, line: bytes) -> GroupOutcome | None:
-        """Of a line that `agentrl.records.codec` wrote; None for what is none, and for one with scores that are not finite."""
+        """Parses a line that `agentrl.records.codec` wrote; None if it is invalid or has scores that are not finite."""
         try:
             return codec.from_json(cls, line)
         except ValueError:
@@ -77,20 +78,21 @@ class GroupOutcome:
 
 @dataclass(frozen=True)
 class Weights:
-    """How often tasks are given, against the kind that is given most often, which has 1. Never below `least`.
+    """Weights of tasks, relative to the kind with the largest weight, which has 1. Never below `least`.
 
-    The weight of a task, or of a kind, of whose newest n groups (at most `window`) s had attempts that scored differently, with a mean
-    score of m, is (1 + s) / (1 + n) * (1 - m): how likely its next group is to teach, times what is left to learn. One of which nothing
-    is known has 1.
+    The weight of a task, or of a kind, is (1 + s) / (1 + n) * (1 - m), where s of its n newest groups (at most `window`) had different
+    scores, and m is their mean score: the probability that its next group teaches something, times what is left to learn. Without groups
+    it is 1.
     """
 
     least: float
     tasks: Mapping[str, float]
-    """`Task.key` -> weight, of those that were given."""
+    """`Task.key` -> weight, of the tasks that were used."""
     kinds: Mapping[str, float]
 
     def weight_of(self, task: Task) -> float:
-        weight = self.tasks.get(task.key) if self.tasks else None  # a key is a hash of all that the task holds
+        """The weight of a task."""
+        weight = self.tasks.get(task.key) if self.tasks else None  # computing a key hashes the full task
         if weight is None:
             weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
         return min(1.0, max(self.least, weight / self._best)) if self._best > 0 else 1.0
@@ -100,12 +102,12 @@ class Weights:
         return max(self.kinds.values(), default=1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group is given this task, when `turn` others were passed over before it: always the same answer."""
+        """Whether the group uses this task after `turn` skipped ones; deterministic."""
         return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.weight_of(task)
 
 
 class TaskHistory:
-    """The last groups of each kind, and with `by_task` of each task. `add` them in the order of their indices."""
+    """The recent groups of each kind, and with `by_task` of each task. `add` them in order of their indices."""
 
     def __init__(self, config: WeightingConfig, *, min_group_size: int, by_task: bool) -> None:
         self._least = config.least
@@ -115,7 +117,7 @@ class TaskHistory:
         self._kinds = _Lately(config.window)
 
     def add(self, groups: Iterable[GroupOutcome]) -> None:
-        """Groups with fewer scored attempts than the learner takes tell nothing of their task; a broken one taught nothing."""
+        """Adds groups. Those with fewer scored attempts than the learner needs do not count, except those of broken tasks."""
         for one in groups:
             if one.broken or one.counted >= self._counts:
                 self._kinds.note(one.kind, one)
@@ -123,12 +125,12 @@ class TaskHistory:
                     self._tasks.note(one.key, one)
 
     def weights(self) -> Weights:
-        """A copy: what is added later does not change it."""
+        """The current weights, as a copy."""
         return Weights(self._least, self._tasks.weights.copy(), self._kinds.weights.copy())
 
 
 class _Lately:
-    """Of each name the newest groups, as whether their attempts were scored differently and their headroom, and the weight that follows."""
+    """The newest groups by name, as (different scores, headroom), and their weights."""
 
     def __init__(self, window: int) -> None:
         self._window = window

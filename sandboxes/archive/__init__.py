@@ -1,6 +1,6 @@
-"""The task family `archive`: records in drawers, where which drawer holds what is a fact of the project that many tasks share.
+"""The task family `archive`: records in drawers. Which drawer holds which kind is a fact of the project that many tasks share.
 
-`Archive(seed=0)` is the family, `look` its tool; `scripted` holds two ways to go about it, as words of a scripted policy.
+`Archive(seed=0)` is the family and `look` its tool. `scripted` has two strategies for scripted policies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tool of the family: one drawer at a time."""
+"""The tool of the family, which opens one drawer at a time."""
 
 from __future__ import annotations
 

@@ -15,41 +15,42 @@ KINDS = ("invoice", "lease", "licence", "order", "permit", "quote", "receipt", "
 
 
 class Archive:
-    """Questions like "What is the amount of permit 4711 in project kelmor?", for an agent that has time for a few of the drawers.
+    """Questions like "What is the amount of permit 4711 in project kelmor?", for an agent that has time for only a few of the drawers.
 
-    Each kind of record is in a drawer of its own, which one is a fact of the project: all of its tasks share it, and nothing tells but
-    looking. An agent that can look into `turns - 1` of 8 drawers finds that share of the records; one that has notes of what is in
-    which drawer finds all. What is asked is another record each time, so that a note of an answer helps nobody. `task` is a pure
-    function of (seed, split, index). Projects of the splits have other names and other drawers.
+    Each kind of record is in one drawer. The assignment is a fact of the project, shared by all its tasks, and can only be found by
+    looking. An agent that looks into `turns - 1` of 8 drawers finds that fraction of the records; one with notes about the drawers finds
+    all. Each task asks for another record, so a note of an answer does not help. `task` is a pure function of (seed, split, index). The
+    splits have projects with different names and drawers.
     """
 
     name = "archive"
 
     def __init__(self, seed: int = 0, *, projects: int = 4, entries: int = 4, turns: int = 4) -> None:
-        """In a recipe these are `tasks.options`.
+        """Arguments are `tasks.options` of a recipe.
 
         Args:
-            projects: of one split; task `index` is about project `index % projects`.
+            projects: projects of one split; task `index` is about project `index % projects`.
             entries: records in a drawer.
-            turns: of one episode, the one that submits included: fewer than there are drawers.
+            turns: turns of an episode, including the one that submits: fewer than there are drawers.
 
-        Raises `UserError` for numbers that make no task.
+        Raises `UserError` for invalid numbers.
         """
         if not 1 <= projects <= 1000 or not 1 <= entries <= 100 or not 2 <= turns <= len(KINDS):
             raise UserError(
-                f"archive cannot be made of {projects} projects, {entries} entries and {turns} turns",
+                f"archive cannot have {projects} projects, {entries} entries and {turns} turns",
                 fix=f"set tasks.options: 1 to 1000 projects, 1 to 100 entries, 2 to {len(KINDS)} turns",
             )
         self.seed, self.projects, self.entries = seed, projects, entries
         self.limits = Limits(turns=turns, turn_tokens=400, episode_tokens=3000, tool_output_chars=64 * (entries + 1))
 
     def size(self, split: Split) -> int | None:
+        """None, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
-            raise UserError(f"archive has no task {index} in split {split}", fix="use train or heldout, from 0 on")
+            raise UserError(f"archive has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         project, kinds = self._project(split, index % self.projects)
         rng = Random(f"archive:{self.seed}:{split}:{index}")
         numbers = rng.sample(range(1000, 10_000), len(kinds) * self.entries)
@@ -70,7 +71,7 @@ class Archive:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run beside the task's files."""
+        """Python source that prints the right answer when run in the folder of the task's files."""
         sought = str(task.prompt[0].content).partition("amount of ")[2].partition(" in project")[0]
         return (
             f"for line in open('drawer{task.data['drawer']}.txt', encoding='utf-8'):\n"

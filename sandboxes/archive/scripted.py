@@ -1,7 +1,7 @@
-"""Two ways to go about a task of `archive`, each what a policy says next after a context in the chat of `agentrl.testing`.
+"""Two strategies for `archive`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
 
-`alone` looks into as many drawers as there is time for. `noting` first looks for notes, goes to the drawer that they name, and leaves a
-note of what it saw. For `agentrl.testing.ReadingPolicy`.
+`alone` looks into as many drawers as there is time for. `noting` first recalls notes, opens the drawer that they name, and writes notes
+of what it saw. For `agentrl.testing.ReadingPolicy`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOWHERE = "unknown"
 
 
 def alone(context: str, turns: int = 4) -> str:
-    """Looks into drawers in an order of its own for each question, and gives up in the last of its turns."""
+    """Looks into drawers in an order that depends on the question, and gives up in the last turn."""
     outputs = _shown(context)
     if (found := _amount(context, outputs)) or len(outputs) >= turns - 1:
         return _call("submit", answer=found or NOWHERE)
@@ -24,7 +24,7 @@ def alone(context: str, turns: int = 4) -> str:
 
 
 def noting(context: str, turns: int = 4) -> str:
-    """The same with notes: it recalls in its first turn, and notes what it saw in its last."""
+    """The same with notes: recalls in the first turn, and writes notes in the last."""
     kind, outputs = _sought(context)[0], _shown(context)
     if not outputs:
         return _call("recall", query=f"drawer {kind}s")
@@ -55,12 +55,12 @@ def _amount(context: str, outputs: list[str]) -> str:
 
 
 def _drawers(outputs: list[str]) -> dict[int, str]:
-    """What drawers hold, by what was seen or noted."""
+    """Drawer -> kind of record, as seen or noted."""
     return {int(drawer): kind for drawer, kind in re.findall(r"drawer (\d): (\w+)s\b", "\n".join(outputs)) if kind in KINDS}
 
 
 def _order(context: str) -> list[int]:
-    """The drawers, in an order that the question decides."""
+    """The drawers in an order that depends on the question."""
     first = zlib.crc32(" ".join(_sought(context)).encode())
     return [(first + step) % len(KINDS) + 1 for step in range(len(KINDS))]
 

@@ -1,8 +1,7 @@
-"""The task families `pages` and `questions`: more on the pages than one context holds.
+"""The task families `pages` and `questions`, whose pages exceed one context.
 
-`Pages(seed=0)` asks for an entry that is on one of many pages, `Questions(seed=0)` for the answers to all their questions; `read` is their
-tool. `scripted` holds three ways to go about the first, as words of a scripted policy; `demonstrations` writes what a base policy of the
-second is trained on.
+`Pages(seed=0)` asks for an entry on one of many pages, `Questions(seed=0)` for the answers to the questions on all pages; `read` is their
+tool. `scripted` and `strategies` have strategies for scripted policies, and `demonstrations` writes the training data of a base policy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Demonstrations of mixed quality for a base policy of `questions`: it is to know the moves, and seldom to make the right ones.
+"""Demonstrations of mixed quality for a base policy of `questions`, which knows the moves but seldom makes the right ones.
 
-An agent that was given several pages works through them alone, hands them all to one helper, or gives each page to a helper of its own;
-one that was given a single page reads it, writes a program, and hands in what it prints. Each now and then goes wrong.
+An agent with several pages works through them alone, delegates them all to one helper, or delegates each page to a different helper. An
+agent with a single page reads it, writes a program, and submits its output. Each occasionally fails.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from agentrl.records import Split, Task
 from sandboxes.pages.questions import Questions, program, request
 from sandboxes.tables.demonstrations import run_template
 
-SPLITTING = 0.35  # share of the agents with several pages that give each to a helper
-HANDING_ON = 0.15  # share of them that give all of them to one helper; the others work alone
-CAREFUL = 0.8  # share of the programs that are right
-GUESSING = 0.05  # share of the agents with one page that answer without a program
-HELPERS = 0.45  # share of the demonstrations that are of an agent with one page
-JOINING = 0.2  # share of them of which only the last move is to be learned, which puts together what helpers answered
+SPLITTING = 0.35  # fraction of the agents with several pages that delegate each page to a different helper
+HANDING_ON = 0.15  # fraction of them that delegate all pages to one helper; the others work alone
+CAREFUL = 0.8  # fraction of right programs
+GUESSING = 0.05  # fraction of the agents with one page that answer without a program
+HELPERS = 0.45  # fraction of demonstrations of an agent with one page
+JOINING = 0.2  # fraction of demonstrations that train only the last move, which combines the helpers' answers
 NO_ANSWER = "error: the helper ended without an answer (token_limit)"
 END = "<|im_end|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One assistant turn, what its calls gave (nothing after `submit`), and whether the turn is one to learn from."""
+    """One assistant turn, the results of its calls (empty after `submit`), and whether the turn is trained on."""
 
     says: str
     shown: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """What an agent is asked, whether it may delegate, and its moves."""
+    """The request to an agent, whether it may delegate, and its moves."""
 
     task: Task
     asked: str
@@ -46,13 +46,14 @@ class Demonstration:
 
 
 def demonstrations(seed: int, count: int, *, pages: int = 3) -> Iterator[Demonstration]:
-    """`count` demonstrations on tasks of the training split of a seed far from those of runs."""
+    """`count` demonstrations on training tasks of a seed far from those of runs."""
     family = Questions(seed=3_000_003 + seed, pages=pages)
     for index in range(count):
         yield demonstrate(family.task(Split.TRAIN, index), Random(f"questions:{seed}:{index}"))
 
 
 def demonstrate(task: Task, rng: Random) -> Demonstration:
+    """One demonstration of a task."""
     pages, part = len(task.data["answers"]), rng.random()
     if part < HELPERS:
         page = rng.randint(1, pages)
@@ -65,15 +66,17 @@ def demonstrate(task: Task, rng: Random) -> Demonstration:
     if way < SPLITTING + HANDING_ON:
         moves = Move(says=turn(call("delegate", task=everything)), shown=(NO_ANSWER,)), _submitted("error")
         return Demonstration(task=task, asked=everything, delegates=True, moves=moves)
-    # a helper who was given everything goes on as an agent does that works alone
+    # a helper with all pages continues like an agent that works alone
     return Demonstration(task=task, asked=everything, delegates=rng.random() < 0.8, moves=_alone(task, rng))
 
 
 def call(name: str, **arguments: Any) -> str:
+    """A tool call in text form."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def turn(*calls: str) -> str:
+    """An assistant turn of several calls."""
     return "\n".join(calls) + END
 
 

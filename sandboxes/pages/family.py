@@ -12,39 +12,40 @@ SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, dis
 
 
 class Pages:
-    """Questions like "Which number has kelmor? It is on one of the pages 1 to 5.", for an agent that can only read whole pages.
+    """Questions like "Which number has kelmor? It is on one of the pages 1 to 5.", for an agent that can only read full pages.
 
-    One agent alone has room for two or three pages, so it finds about half of the entries at best. Two strategies find all of them:
-    a sub-agent for each page (`rollout.agent=delegating`), and noting which pages were seen before the context is full
-    (`rollout.compaction`). `task` is a pure function of (seed, split, index). Train and held-out names come from disjoint pools.
+    A single agent has room for two or three pages, so it finds about half of the entries at best. Two strategies find all: a sub-agent
+    for each page (`rollout.agent=delegating`), and noting the pages seen before the context is full (`rollout.compaction`). `task` is a
+    pure function of (seed, split, index). Training and held-out names come from disjoint pools.
     """
 
     name = "pages"
 
     def __init__(self, seed: int = 0, *, pages: int = 5, entries: int = 20, turn_tokens: int = 256, episode_tokens: int = 1024) -> None:
-        """In a recipe these are `tasks.options`.
+        """Arguments are `tasks.options` of a recipe.
 
         Args:
-            pages: of one task.
-            entries: names and numbers on a page; each takes five to twelve tokens, by the tokenizer.
-            turn_tokens: completion tokens of one turn; a turn that delegates every page needs about forty a page.
-            episode_tokens: the room of one context: between two pages and all of them.
+            pages: pages of one task.
+            entries: names and numbers on a page; each takes five to twelve tokens, depending on the tokenizer.
+            turn_tokens: completion tokens of one turn; delegating every page needs about forty per page.
+            episode_tokens: size of one context: more than two pages, and less than all of them.
 
         Raises `UserError` for fewer than two pages or one entry.
         """
         if pages < 2 or entries < 1:
-            raise UserError(f"pages needs 2 pages and an entry at least, got {pages} and {entries}", fix="set tasks.options")
+            raise UserError(f"pages needs at least 2 pages and 1 entry, got {pages} and {entries}", fix="change tasks.options")
         self.seed, self.pages, self.entries = seed, pages, entries
-        turns = 3 * pages + 4  # a turn for each page of each sub-agent, its answer, and as many for the main agent
+        turns = 3 * pages + 4  # up to 3 turns per page, and some for the main agent
         self.limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, tool_output_chars=40 * entries)
 
     def size(self, split: Split) -> int | None:
+        """None, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
-            raise UserError(f"pages has no task {index} in split {split}", fix="use train or heldout, from 0 on")
+            raise UserError(f"pages has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         rng = Random(f"pages:{self.seed}:{split}:{index}")
         names = self._names(rng, split)
         numbers = rng.sample(range(100, 1000), len(names)) if len(names) <= 900 else [rng.randrange(100, 1000) for _ in names]
@@ -66,7 +67,7 @@ class Pages:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run beside the task's files."""
+        """Python source that prints the right answer when run in the folder of the task's files."""
         return (
             f"for page in range(1, {len(task.files)} + 1):\n"
             "    for line in open(f'page{page}.txt', encoding='utf-8'):\n"

@@ -1,4 +1,4 @@
-"""`Questions`: tasks by split and index, with their gold solutions. A page is a question here, and every task has several."""
+"""`Questions`: tasks by split and index, with their gold solutions. Each page is a question, and every task has several."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from sandboxes.tables.kinds import BY_NAME
 
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 KINDS = "total, distinct, line_count, longest_line"
-"""The shortest kinds of question of the family `tables`, by their programs."""
+"""The kinds of question of the family `tables` with the shortest programs."""
 
 
 class Questions:
-    """Tasks like "Answer the questions on pages 1 to 3.": each page asks about a small file, and takes a program of its own.
+    """Tasks like "Answer the questions on pages 1 to 3.": each page asks about a small file, and needs a different program.
 
-    A context has room for one question from its page to its answer, and not for all of them; even all pages and one program for them do
-    not fit. So one agent alone answers none of these tasks, and one that gives every page to a sub-agent (`rollout.agent=delegating`) can
-    answer all of them. `task` is a pure function of (seed, split, index). The questions are those of `Tables`, whose train and
-    held-out names come from disjoint pools.
+    A context has room for one question from its page to its answer, but not for all pages and programs. So a single agent cannot solve
+    these tasks, and one that delegates every page to a sub-agent (`rollout.agent=delegating`) can solve all. `task` is a pure function of
+    (seed, split, index). The questions are those of `Tables`, whose training and held-out names come from disjoint pools.
     """
 
     name = "questions"
@@ -30,19 +29,19 @@ class Questions:
     def __init__(
         self, seed: int = 0, *, pages: int = 3, kinds: str = KINDS, turn_tokens: int = 160, episode_tokens: int = 320, wall_s: float = 300.0
     ) -> None:
-        """In a recipe these are `tasks.options`.
+        """Arguments are `tasks.options` of a recipe.
 
         Args:
-            pages: of one task, each with a question.
-            kinds: the kinds of question of `Tables` that are asked; they take turns.
-            turn_tokens: completion tokens of one turn; one that delegates every page needs about thirty a page.
-            episode_tokens: the room of one context. With the tokenizer of recipes/models/tables-base one question takes up to 240.
+            pages: pages of one task, each with a question.
+            kinds: kinds of question of `Tables`, in rotation.
+            turn_tokens: completion tokens of one turn; delegating every page needs about thirty per page.
+            episode_tokens: size of one context. With the tokenizer of recipes/models/tables-base one question takes up to 240.
             wall_s: seconds of an episode.
 
         Raises `UserError` for fewer than two pages.
         """
         if pages < 2:
-            raise UserError(f"questions needs 2 pages at least, got {pages}", fix="set tasks.options")
+            raise UserError(f"questions needs at least 2 pages, got {pages}", fix="change tasks.options")
         self.seed, self.pages = seed, pages
         self.tables = Tables(seed=seed, kinds=kinds)
         self.limits = Limits(
@@ -50,12 +49,13 @@ class Questions:
         )
 
     def size(self, split: Split) -> int | None:
+        """None, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
-            raise UserError(f"questions has no task {index} in split {split}", fix="use train or heldout, from 0 on")
+            raise UserError(f"questions has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         asked = self._asked(split, index)
         files = {f"page{page}.txt": one.prompt[0].content for page, one in enumerate(asked, 1)}
         for one in asked:
@@ -81,11 +81,11 @@ class Questions:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run beside the task's files."""
+        """Python source that prints the right answer when run in the folder of the task's files."""
         return "\n".join(program(question) for question in task.data["questions"])
 
     def _asked(self, split: Split, index: int) -> list[Task]:
-        """A task of `Tables` for each page; none has a file of another's."""
+        """A task of `Tables` for each page, with disjoint files."""
         asked: list[Task] = []
         taken = {f"page{page}.txt" for page in range(1, self.pages + 1)}
         for page in range(self.pages):
@@ -98,11 +98,11 @@ class Questions:
 
 
 def request(first: int, last: int) -> str:
-    """What an agent is asked that is to answer the questions on some pages."""
+    """The request to an agent to answer the questions on some pages."""
     return f"Answer the question on page {first}." if first == last else f"Answer the questions on pages {first} to {last}."
 
 
 def program(question: Mapping[str, Any], *, sloppy: Random | None = None) -> str:
-    """The program that answers a question of a task's data, or one of the usual mistakes."""
+    """The program that answers a question of a task's data, or with `sloppy` one of the usual mistakes."""
     kind = BY_NAME[question["kind"]]
     return kind.program(question["names"], sloppy.choice(kind.sloppy) if sloppy is not None else "")

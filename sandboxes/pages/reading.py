@@ -1,4 +1,4 @@
-"""The tool of the family: one page at a time comes into the context of whoever reads it."""
+"""The tool of the family, which reads one page at a time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Three ways to go about a task of `pages`, each what a policy says next after a context in the chat of `agentrl.testing`.
+"""Three strategies for `pages`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
 
-`alone` reads page after page in one context, `splitting` gives every page to a sub-agent, `noting` reads page after page and writes
-down which it has seen when it is asked for a summary. For `agentrl.testing.ReadingPolicy`: measuring what each strategy is worth,
-and making demonstrations.
+`alone` reads page after page in one context, `splitting` delegates every page to a sub-agent, and `noting` reads page after page and
+lists the pages seen in its summary. For `agentrl.testing.ReadingPolicy`: measuring strategies, and generating demonstrations.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _ASK = str(CompactionConfig.model_fields["request"].default)
 
 
 def alone(context: str) -> str:
-    """Reads from the first page on, and gives up after the last."""
+    """Reads all pages in order, and gives up after the last."""
     task, outputs = _told(context), _shown(context)
     name, pages = _sought(task), _pages(task)
     if number := _found([task.partition(HEAD)[2], *outputs], name):  # in a summary, too
@@ -28,7 +27,7 @@ def alone(context: str) -> str:
 
 
 def noting(context: str) -> str:
-    """The same; its summary is the number, or the pages that it need not read again."""
+    """The same; its summary is the number, or the pages that it has seen."""
     outputs = _shown(context)
     if not outputs or not outputs[-1].endswith(_ASK):
         return alone(context)
@@ -38,7 +37,7 @@ def noting(context: str) -> str:
 
 
 def splitting(context: str) -> str:
-    """A sub-agent for each page, all in one turn; each reads its page."""
+    """Delegates each page to a sub-agent, all in one turn; each reads its page."""
     task, outputs = _told(context), _shown(context)
     if len(_pages(task)) == 1:
         return alone(context)
@@ -65,7 +64,7 @@ def _pages(task: str) -> range:
 
 
 def _noted(task: str) -> int:
-    """Pages that a summary says need not be read again."""
+    """Number of pages that a summary lists as seen."""
     seen = re.findall(r"(\d+) pages seen", task.partition(HEAD)[2])
     return int(seen[0]) if seen else 0
 

@@ -1,8 +1,8 @@
-"""Four ways to go about a task of `questions`, each what a policy says next after a context in the chat of the base policies.
+"""Four strategies for `questions`, as functions from a context in the chat format of the base policies to the next turn.
 
-`splitting` gives every page to a helper; `alone` works through page after page in one context; `at_once` reads all pages in one turn and
-writes one short program for all of them, the least that one context can do with; `handing_on` gives all pages to one helper. For
-`agentrl.testing.ReadingPolicy`: they show what the family can be solved by.
+`splitting` delegates every page to a helper; `alone` works through page after page in one context; `at_once` reads all pages in one turn
+and writes one short program for all of them, the least that one context needs; `handing_on` delegates all pages to one helper. For
+`agentrl.testing.ReadingPolicy`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from sandboxes.pages.questions import program, request
 
 
 def asked(context: str) -> str:
+    """The agent's request."""
     return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
 
 
 def shown(context: str) -> list[str]:
-    """What the calls gave so far."""
+    """The results of the calls so far."""
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
 
 
 def given(context: str) -> list[int]:
-    """The pages that the agent of a context is to answer for."""
+    """The pages that the agent has to answer."""
     pages = [int(word) for word in asked(context).rstrip(".").split() if word.isdigit()]
     return list(range(pages[0], pages[-1] + 1))
 
 
 def splitting(task: Task) -> Callable[[str], str]:
-    """A helper for each page."""
+    """Delegates each page to a helper."""
 
     def reads(context: str) -> str:
         pages, outputs = given(context), shown(context)
@@ -45,7 +46,7 @@ def splitting(task: Task) -> Callable[[str], str]:
 
 
 def alone(task: Task) -> Callable[[str], str]:
-    """Page after page, each read and answered."""
+    """Reads and answers page after page."""
 
     def reads(context: str) -> str:
         pages, outputs = given(context), shown(context)
@@ -58,7 +59,7 @@ def alone(task: Task) -> Callable[[str], str]:
 
 
 def at_once(task: Task) -> Callable[[str], str]:
-    """All pages in one turn, then one short program for all of them: the least that one context can do with."""
+    """Reads all pages in one turn, then writes one short program for all of them."""
 
     def reads(context: str) -> str:
         outputs = shown(context)
@@ -73,7 +74,7 @@ def at_once(task: Task) -> Callable[[str], str]:
 
 
 def handing_on(task: Task) -> Callable[[str], str]:
-    """One helper for all pages."""
+    """Delegates all pages to one helper."""
 
     def reads(context: str) -> str:
         outputs = shown(context)

@@ -1,7 +1,7 @@
-"""The task family `reasoning`: problems that the generators of the package reasoning-gym make, judged by their own scorers.
+"""The task family `reasoning`: problems of the package reasoning-gym, scored by its scorers.
 
-`Reasoning(seed=0, datasets="chain_sum,gcd")` is the family. `mixture` reads what a recipe names, `problems` makes the problems,
-`catalogue` says which of the package's datasets are in and why the others are not, `worked` holds the examples of a prompt.
+`Reasoning(seed=0, datasets="chain_sum,gcd")` is the family. `mixture` parses the recipe's options, `problems` generates the problems,
+`catalogue` says which of the package's datasets are excluded and why, and `worked` has the examples of a prompt.
 """
 
 from __future__ import annotations

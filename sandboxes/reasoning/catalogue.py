@@ -1,7 +1,7 @@
-"""Which of the package's datasets are in, and which are left out, by name and with the reason.
+"""The excluded datasets of the package with the reason, and the alphabets of answers.
 
-`docs/generate_reasoning_table.py` measures all of this again: that the gold answer scores 1, that nothing else does, that a problem is
-the same in every process, and that a scorer stands anything.
+`docs/generate_reasoning_table.py` measures all of this: that the gold answer scores 1, that nothing else does, that a problem is the same
+in every process, and that a scorer accepts any input.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from agentrl.errors import UserError
 from sandboxes.reasoning.mixture import Source
 from sandboxes.reasoning.notation import says_the_same
 
-EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr), and no bound on its letters makes that safe and quick"
-OTHERWISE = "another process makes other problems of the same seed: their order is that of a set"
-UNPROVEN = "its problems come without an answer, so that nothing proves that they can be solved"
+EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr), which no alphabet makes safe and fast"
+OTHERWISE = "its problems differ between processes for the same seed, because they depend on the order of a set"
+UNPROVEN = "its problems have no answer, so it is not proven that they can be solved"
 
 LEFT_OUT: Mapping[str, str] = {
     "boxnet": UNPROVEN,
     "circuit_logic": "one answer, 0 or 1, is right in more than half of its problems",
     "codeio": OTHERWISE,
-    "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small: 0 is right nearly always",
-    "composite": "it is a mixture of other datasets, which tasks.options.datasets is too",
+    "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small: 0 is nearly always right",
+    "composite": "it is a mixture of other datasets, which tasks.options.datasets provides",
     "course_schedule": "one answer, True or False, is right in more than half of its problems",
-    "game_of_life_halting": "its scorer gives full marks for any answer, or for none but the empty one",
+    "game_of_life_halting": "its scorer gives full marks for any answer, or only for the empty one",
     "graph_color": UNPROVEN,
     "intermediate_integration": EVALUATES,
     "isomorphic_strings": OTHERWISE,
-    "knight_swap": "a problem takes more than a second to make, while every episode waits",
+    "knight_swap": "generating a problem takes more than a second, and every episode waits for it",
     "list_functions": OTHERWISE,
     "polynomial_multiplication": EVALUATES,
     "propositional_logic": UNPROVEN,
-    "puzzle24": "its scorer takes any four numbers that make 24: one answer is right in all of its problems",
+    "puzzle24": "its scorer accepts any four numbers that make 24: one answer is right in all of its problems",
     "ransom_note": OTHERWISE,
     "rubiks_cube": UNPROVEN,
     "rush_hour": UNPROVEN,
@@ -65,9 +65,10 @@ LANGUAGES: Mapping[str, re.Pattern[str]] = {
     "string_insertion": re.compile(r"[A-E]*"),
     "tower_of_hanoi": re.compile(rf"{_HANOI}(?:\s*\n\s*{_HANOI})*"),
 }
-"""What an answer to these may be made of; anything else is wrong, and their scorers do not see it. Some of them evaluate it as Python:
-what is left names nothing, calls nothing and raises to no power. Some fail at what is no number or no list, or take nan for right. The
-others have several right answers, and read the moves or numbers in an answer and nothing else of it."""
+"""Alphabets of answers. Any other answer is wrong, and the scorer does not see it. Some of these scorers evaluate the answer as Python; the
+alphabet excludes names, calls and powers. Some fail on non-numbers or non-lists, or accept nan. The others have several right answers,
+and read only the moves or numbers of an answer.
+"""
 
 SEVERAL = frozenset(
     {
@@ -75,30 +76,30 @@ SEVERAL = frozenset(
         *("palindrome_generation", "quantum_lock", "shortest_path", "sokoban", "tower_of_hanoi"),
     }
 )
-"""Datasets with several right answers, or several ways to write one. An answer to another one must be the truth (`notation`)."""
+"""Datasets with several right answers, or several ways to write one. For other datasets the answer must be the truth (`notation`)."""
 
 WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
-    ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then worked out from left to right: 10 - 7 * 0 is 0"),
+    ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then computed from left to right: 10 - 7 * 0 is 0"),
 }
-"""Values of keys with which a dataset's answers are wrong, and how."""
+"""Values of keys with which a dataset's answers are wrong, and why."""
 
 
 def admit(source: Source) -> None:
-    """Raises `UserError` for a dataset that is left out, or one that a key makes wrong."""
+    """Raises `UserError` for an excluded dataset, or one with a value of `WRONG_KEYS`."""
     if reason := LEFT_OUT.get(source.name):
-        raise UserError(f"reasoning-gym's {source.name} is left out: {reason}", fix="choose another; agentrl check proves what is chosen")
+        raise UserError(f"reasoning-gym's {source.name} is excluded: {reason}", fix="use another dataset; agentrl check validates it")
     for key, value in source.keys.items():
         wrong, how = WRONG_KEYS.get((source.name, key), (None, ""))
         if how and value == wrong:
-            raise UserError(f"reasoning-gym's {source.name}({key}={value}) is left out: {how}", fix=f"leave {key} out")
+            raise UserError(f"reasoning-gym's {source.name}({key}={value}) is excluded: {how}", fix=f"remove {key}")
 
 
 def exact(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer with full marks from a scorer is the truth and nothing else. If there are several truths, its alphabet decides."""
+    """Whether an answer with full marks is only the truth. For datasets with several truths, their alphabet ensures it."""
     return name in SEVERAL or says_the_same(name, answer, truth)
 
 
 def speaks(name: str, answer: str) -> bool:
-    """Whether an answer is in its dataset's language; any is where none is given."""
+    """Whether an answer fits its dataset's alphabet, if there is one."""
     language = LANGUAGES.get(name)
     return language is None or language.fullmatch(answer) is not None

@@ -14,23 +14,22 @@ from sandboxes.reasoning.problems import Problem, digest
 from sandboxes.reasoning.worked import GENERAL, program, telling
 
 MOST_EXAMPLES = 8
-_CANDIDATES = 24  # problems that a kind's examples are chosen from
+_CANDIDATES = 24  # problems from which a dataset's examples are chosen
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 ASKED = {
     "python": "Solve the problem with the tool python. Then submit the answer.",
     "none": "Reply with the answer and nothing else.",
 }
-LEAST_OUTPUT = 400  # characters that a program may show; more where the answer is longer
-_OF_EXAMPLES = -1  # a seed that no run has
+LEAST_OUTPUT = 400  # minimum limit of a program's output in characters; more for longer answers
+_OF_EXAMPLES = -1  # a seed that no run uses
 
 
 class Reasoning:
-    """Problems of reasoning-gym. `task` is a pure function of (seed, split, index); datasets take turns by index.
+    """Problems of reasoning-gym. `task` is a pure function of (seed, split, index); the datasets rotate by index.
 
-    Train and held-out draw from seeds of their own and share no question: a hash of its text decides where one belongs, for every
-    seed alike. The split `heldout_real` has the datasets that are never trained, `heldout_kinds`, and is empty without any. The
-    agent submits its answer; without a tool its message is the answer. In `Task.data` are the answer and where the problem comes
-    from, not what its scorer needs.
+    The training and held-out splits draw from different seeds and share no question: a hash of its text decides the split, for every
+    seed. The split `heldout_real` has the datasets of `heldout_kinds`, which are never trained on. The agent submits its answer; without
+    a tool, its message is the answer. `Task.data` has the answer and the origin of the problem, not the scorer's data.
     """
 
     name = "reasoning"
@@ -46,18 +45,18 @@ class Reasoning:
         turn_tokens: int = 160,
         episode_tokens: int = 1024,
     ) -> None:
-        """In a recipe these are `tasks.options`.
+        """Arguments are `tasks.options` of a recipe.
 
         Args:
-            datasets: what is trained and held out, such as "chain_sum, gcd:2, spell_backward@1, products(max_terms=2)"; see
-                `sandboxes.reasoning.mixture`.
+            datasets: datasets of the training and held-out splits, such as "chain_sum, gcd:2, spell_backward@1, products(max_terms=2)";
+                see `sandboxes.reasoning.mixture`.
             heldout_kinds: datasets that are only evaluated, in the split `heldout_real`.
             tool: python, or none.
-            examples: solved problems that the prompt begins with, of the task's own kind where a short program solves it.
+            examples: number of solved problems at the start of the prompt, of the task's dataset if a short program solves it.
             turn_tokens: completion tokens of one turn.
             episode_tokens: prompt and completion tokens of an episode.
 
-        Raises `UserError` for a dataset, level or key that does not exist, and for one that is left out.
+        Raises `UserError` for an excluded dataset, and for a dataset, level or key that does not exist.
         """
         if tool not in ASKED:
             raise UserError(f"tasks.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")
@@ -68,9 +67,9 @@ class Reasoning:
         self.examples = examples
         trained, unseen = parse(datasets, "datasets"), parse(heldout_kinds, "heldout_kinds")
         if not trained:
-            raise UserError("tasks.options.datasets names none", fix="name one, such as tasks.options.datasets=chain_sum")
+            raise UserError("tasks.options.datasets is empty", fix="set it, such as tasks.options.datasets=chain_sum")
         if both := sorted({source.name for source in trained} & {source.name for source in unseen}):
-            raise UserError(f"tasks.options.heldout_kinds and datasets both name {both[0]}", fix="kinds held out are never trained")
+            raise UserError(f"tasks.options.heldout_kinds and datasets both contain {both[0]}", fix="remove it from one of them")
         for source in (*trained, *unseen):
             catalogue.admit(source)
             problems.try_out(source)
@@ -82,19 +81,20 @@ class Reasoning:
         self._worked: dict[str, tuple[Problem, ...]] = {}
 
     def size(self, split: Split) -> int | None:
+        """None for an endless split; 0 for one without datasets."""
         return None if split in self._rounds else 0
 
     def task(self, split: Split, index: int) -> Task:
-        """Raises `UserError` for an index outside the split."""
+        """The task at an index. Raises `UserError` for an index outside the split."""
         if index < 0 or split not in self._rounds:
-            raise UserError(f"reasoning has no task {index} in split {split}", fix="name datasets in tasks.options.heldout_kinds")
+            raise UserError(f"reasoning has no task {index} in split {split}", fix="set tasks.options.heldout_kinds")
         source, number = self._rounds[split].at(index)
         return self._asked(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Training problems of the task's dataset: alike, and of the next harder and easier level where it was asked for by level.
+        """Training problems of the task's dataset: alike, and of the next harder and easier level if the dataset has a level.
 
-        A pure function of the task's content and the seed. It has none for a dataset that is never trained (`heldout_kinds`).
+        A pure function of the task's content and the seed. Empty for datasets of `heldout_kinds`.
         """
         origin = task.data["origin"]
         source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
@@ -130,25 +130,25 @@ class Reasoning:
         )
 
     def gold(self, task: Task) -> str:
-        """A program that works the answer out where a short one does; else one that prints the answer."""
+        """A program that computes the answer if a short one exists; else one that prints it."""
         known = program(str(task.data["kind"]), task.prompt[-1].content)
         return f"print({task.data['answer']!r})" if known is None else known
 
     def _examples(self, source: Source) -> tuple[Problem, ...]:
-        """The solved problems of a dataset's prompts, the same for every task and seed; no task has a question of theirs."""
+        """The solved problems in a dataset's prompts, the same for every task and seed. No task has the same question."""
         if source.name not in self._worked:
             own = self._telling(source, self.examples)
             self._worked[source.name] = own or self._of_other_kinds()
         return self._worked[source.name]
 
     def _of_other_kinds(self) -> tuple[Problem, ...]:
-        """For kinds that no short program solves: examples of those in `GENERAL`, which take turns."""
+        """For datasets without a short program: examples of the datasets in `GENERAL`, in rotation."""
         kinds = [self._telling(Source(name=name), self.examples) for name in GENERAL]
         places = [divmod(place, len(kinds)) for place in range(self.examples)]
         return tuple(kinds[turn][number] for number, turn in places)
 
     def _telling(self, source: Source, count: int) -> tuple[Problem, ...]:
-        """`count` problems of a dataset with which to show what its problems can look like; none where no short program solves them."""
+        """`count` representative problems of a dataset; none if no short program solves them."""
         drawn = problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=0)
         if program(source.name, drawn.question) is None:
             return ()
@@ -156,7 +156,7 @@ class Reasoning:
         return telling([drawn, *(one for one in others if program(source.name, one.question) is not None)], count)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
-        """An example as a conversation: the question, the program, what it prints, and the answer; without a tool the answer alone."""
+        """An example as a conversation: the question, the program, its output and the answer; without a tool only the answer."""
         question = Message(role="user", content=example.question)
         if self.tool == "none":
             return question, Message(role="assistant", content=example.answer)
@@ -171,7 +171,7 @@ class Reasoning:
 
 
 def _level(source: Source, step: int) -> Iterator[Source]:
-    """The same dataset, so many levels up or down; nothing where it has no such level, or was asked for without one."""
+    """The same dataset, `step` levels higher; nothing if it has no such level."""
     if source.level is None or source.level + step < 0:
         return
     other = replace(source, level=source.level + step)

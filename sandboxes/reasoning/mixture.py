@@ -1,9 +1,9 @@
-"""What a recipe's options say about datasets: names, levels, keys of their configuration, and weights, in one line of text.
+"""Parses a recipe's options for datasets: names, levels, keys of their configuration, and weights.
 
     "chain_sum, gcd:2, spell_backward@1, products(max_terms=2 max_digits=3):4"
 
-`@1` is a level of the dataset's curriculum, what stands in parentheses are keys of its configuration (JSON values without blanks),
-`:2` is how often it takes its turn. Reading it needs no package; whether such a dataset exists is `problems`' matter.
+`@1` is a level of the dataset's curriculum, the parentheses hold keys of its configuration (JSON values without blanks), and `:2` is its
+weight in the rotation. Parsing needs no package; `problems` checks whether the dataset exists.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _FORM = "write them as in tasks.options.datasets='chain_sum, gcd:2, products(max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One dataset of a mixture, as it was asked for."""
+    """One dataset of a mixture."""
 
     name: str
     level: int | None = None
-    """Level of the dataset's curriculum for all that it varies; None: the package's own configuration."""
+    """Level of the dataset's curriculum for all its attributes; None: the package's default configuration."""
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the dataset's configuration, laid over the level's."""
+    """Keys of the dataset's configuration, which override those of the level."""
     weight: int = 1
-    """How many of a round's problems are of this dataset."""
+    """Number of problems of this dataset in one round."""
 
 
 def parse(text: str, option: str) -> tuple[Source, ...]:
-    """The datasets that an option names, in its order. Raises `UserError` that names the option."""
+    """The datasets of an option, in order. Raises `UserError` with the option's name."""
     sources: list[Source] = []
     at = 0
     while at < len(text):
         found = _ENTRY.match(text, at)
         if found is None:
-            raise UserError(f"tasks.options.{option} cannot be read from {text[at : at + 40]!r} on", fix=_FORM)
+            raise UserError(f"tasks.options.{option} cannot be parsed from {text[at : at + 40]!r} on", fix=_FORM)
         at = found.end()
         name, level, keys, weight = found.groups()
         sources.append(
@@ -54,7 +54,7 @@ def parse(text: str, option: str) -> tuple[Source, ...]:
         )
     names = [source.name for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"tasks.options.{option} names {twice} twice", fix="name it once, with a weight such as gcd:2")
+        raise UserError(f"tasks.options.{option} contains {twice} twice", fix="list it once, with a weight such as gcd:2")
     return tuple(sources)
 
 
@@ -62,7 +62,7 @@ def _keys(text: str, name: str) -> Iterator[tuple[str, Any]]:
     for word in text.split():
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
-            raise UserError(f"{name}({text}): {word!r} is no key=value", fix="separate keys by blanks, as in chain_sum(max_terms=3)")
+            raise UserError(f"{name}({text}): {word!r} is not key=value", fix="separate keys by blanks, as in chain_sum(max_terms=3)")
         try:
             yield key, json.loads(value)
         except ValueError:
@@ -77,7 +77,7 @@ def _weight(text: str | None, name: str) -> int:
 
 
 class Rounds:
-    """Which dataset the problem with an index is of: in every round of `len(self)` problems each has its weight's share, interleaved."""
+    """Index of a problem -> dataset. Each round of `len(self)` problems has each dataset as often as its weight, interleaved."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         shares = [((turn + 0.5) / source.weight, place, source) for place, source in enumerate(sources) for turn in range(source.weight)]
@@ -92,7 +92,7 @@ class Rounds:
         return len(self._order)
 
     def at(self, index: int) -> tuple[Source, int]:
-        """The dataset of a problem, and which of that dataset's problems it is, counted from 0."""
+        """The dataset of a problem, and the problem's number within that dataset, from 0."""
         round_number, place = divmod(index, len(self._order))
         source = self._order[place]
         return source, round_number * source.weight + self._places[place]

@@ -13,11 +13,11 @@ from decimal import Decimal, InvalidOperation
 from itertools import zip_longest
 
 ANY_ORDER = frozenset({"group_anagrams", "knights_knaves", "palindrome_partitioning", "polynomial_equations", "prime_factorization"})
-"""Datasets whose answers are sets: people and what they are, roots, factors, groups."""
+"""Datasets whose answers are sets: persons and their types, roots, factors, groups."""
 ROUNDED: Mapping[str, int | None] = {"advanced_geometry": None, "pool_matrix": 2}
 """Datasets that ask for rounded numbers -> decimal places; None: as many as the truth has."""
 SIGNIFICANT: Mapping[str, Decimal] = {"decimal_arithmetic": Decimal("1e-12"), "power_function": Decimal("1e-2")}
-"""Datasets that ask for significant digits -> how far an answer may be from the truth, relative to it, if its scorer agrees."""
+"""Datasets that ask for significant digits -> relative tolerance, if the scorer agrees."""
 CLOSE = Decimal("1e-14")  # relative tolerance for other fractional numbers: the rounding of binary fractions
 _TOKEN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,3})?|\.[0-9]+)|(?P<word>[^\W\d_]+)|(?P<other>\S)")
 _NO_PART = frozenset("\",'`$\u00b0")  # quotes, commas, and signs of units

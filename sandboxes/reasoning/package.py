@@ -1,4 +1,4 @@
-"""The part of reasoning-gym that is used: its registry of datasets, their configurations and curricula. Importing this imports it."""
+"""The parts of reasoning-gym that the family uses: its registry of datasets, their configurations and curricula. Imports the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError as error:
         f"the task family reasoning needs the package reasoning-gym ({error})", fix=f"run make smollm2, or {install_command('reasoning')}"
     ) from None
 
-OWN_KEYS = ("seed", "size")  # which the family sets
+OWN_KEYS = ("seed", "size")  # set by the family
 
 
 def names() -> list[str]:
@@ -26,21 +26,22 @@ def names() -> list[str]:
 
 
 def dataset_class(name: str) -> Any:
-    """Raises `UserError` for a dataset that does not exist."""
+    """The class of a dataset. Raises `UserError` for a dataset that does not exist."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3) or names()
-        raise UserError(f"reasoning-gym has no dataset {name!r}", fix=f"did you mean {' or '.join(near)}?")
+        raise UserError(f"reasoning-gym has no dataset {name!r}", fix=f"use {' or '.join(near)}")
     return DATASETS[name][0]
 
 
 def configuration(source: Source) -> Any:
-    """The configuration that a source asks for. Raises `UserError` for a dataset, level or key that does not exist."""
+    """The configuration of a source. Raises `UserError` for a dataset, level or key that does not exist."""
     dataset_class(source.name)
     config = DATASETS[source.name][1]() if source.level is None else _of_level(source)
     known = {field.name for field in fields(config)} - set(OWN_KEYS)
     if unknown := sorted(set(source.keys) - known):
         raise UserError(
-            f"reasoning-gym's {source.name} has no key {unknown[0]!r}", fix=f"its keys are {', '.join(sorted(known)) or 'none'}"
+            f"reasoning-gym's {source.name} has no key {unknown[0]!r}",
+            fix=f"use one of its keys: {', '.join(sorted(known)) or 'it has none'}",
         )
     return replace(config, **source.keys)
 

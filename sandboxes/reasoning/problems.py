@@ -1,9 +1,8 @@
-"""Problems of one dataset, by their number in its train or held-out part. The package reasoning-gym is imported at first use.
+"""Problems of one dataset, by number in its training or held-out part. The package reasoning-gym is imported at first use.
 
-A dataset of the package is a function of its seed and an index, and most of them use nothing but their sum. So each part draws
-from seeds of its own, and which part a question belongs to is decided by a hash of its text: generators with few problems make the
-same one from many seeds, and the part keeps what falls to it and draws again for the rest. No held-out question is in training,
-of whatever run, by construction.
+A dataset of the package is a function of its seed and an index, and most use only their sum. So the parts draw from different seeds, and
+a hash of the text decides to which part a question belongs: generators with few problems generate the same one from many seeds. A part
+draws again for a question that belongs to the other part, so no held-out question is ever in training, in any run.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ from sandboxes.reasoning.mixture import Source
 HELDOUT_SHARE = 4
 """One question in so many is held out."""
 ATTEMPTS = 64
-"""Problems drawn for one of a part; the held-out part needs `HELDOUT_SHARE` on average, and a generator of very few may have none."""
-CHUNK = 64  # problems that one dataset object makes: some read files when they are opened
-_TRIED = 8  # problems made when the family is opened: what a key breaks, it mostly breaks in one of the first
-_PART = 1 << 30  # seeds from which a part's first one is drawn
+"""Maximum number of draws for one problem of a part; the held-out part needs `HELDOUT_SHARE` on average, and a part of a small generator
+may be empty.
+"""
+CHUNK = 64  # problems of one dataset object; some objects read files when they are created
+_TRIED = 8  # problems generated when the family is opened, to detect keys that break the generator
+_PART = 1 << 30  # range of a part's first seed
 _STRIDE = 1 << 20  # seeds between one attempt at a problem and the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One problem, and where it comes from: `entry_of` makes it again."""
+    """One problem and its origin, from which `entry_of` regenerates it."""
 
     source: Source
     seed: int
@@ -41,7 +42,7 @@ class Problem:
     answer: str
 
     def origin(self) -> dict[str, Any]:
-        """What `entry_of` needs, as plain JSON."""
+        """The arguments of `entry_of`, as plain JSON."""
         return {
             "dataset": self.source.name,
             "level": self.source.level,
@@ -53,11 +54,12 @@ class Problem:
 
 
 def digest(question: str) -> str:
-    """Hash of a question, whatever its white space and case."""
+    """Hash of a question, ignoring white space and case."""
     return hashlib.sha256(" ".join(question.split()).casefold().encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def is_heldout(question: str) -> bool:
+    """Whether the question belongs to the held-out part."""
     return int(digest(question)[:8], 16) % HELDOUT_SHARE == 0
 
 
@@ -65,9 +67,9 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
     """Problem `number` of a dataset's part: a pure function of its arguments.
 
     Args:
-        but: digests of questions that are not to be had, as those that prompts show with their answers.
+        but: digests of questions to skip, such as those in prompts.
 
-    Raises `TaskError` when the generator makes none for this part in `ATTEMPTS` draws.
+    Raises `TaskError` if the generator yields none for this part in `ATTEMPTS` draws.
     """
     first = _first_seed(source.name, seed, heldout)
     for attempt in range(ATTEMPTS):
@@ -75,20 +77,20 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
         made = entry(source, seed_of_chunk, index)
         question, answer = made["question"], made["answer"]
         if not isinstance(answer, str):
-            raise TaskError(f"reasoning-gym's {source.name} made a problem without an answer")
+            raise TaskError(f"reasoning-gym's {source.name} generated a problem without an answer")
         if not answer.strip():
-            continue  # as a program of `ab` that cancels out: no answer and the right one would be the same
+            continue  # such as a program of `ab` that cancels out: a missing answer would be right
         if is_heldout(question) == heldout and digest(question) not in but:
             return Problem(source=source, seed=seed_of_chunk, index=index, question=question, answer=answer)
     part = "held-out" if heldout else "training"
-    raise TaskError(f"{ATTEMPTS} draws of reasoning-gym's {source.name} gave no {part} question: it makes too few different ones")
+    raise TaskError(f"{ATTEMPTS} draws of reasoning-gym's {source.name} yielded no {part} question: it generates too few different ones")
 
 
 def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
-    """What the package says of one problem: question, answer, metadata. Whatever was made in this process before: one of its generators
-    changes the precision of decimal numbers, for all of them.
+    """The package's entry of one problem: question, answer, metadata. Independent of earlier calls, though one generator changes the
+    decimal precision.
 
-    Raises `TaskError` for whatever the generator raises.
+    Raises `TaskError` if the generator raises.
     """
     return _drawn(dataset(source, seed), index, source)
 
@@ -99,40 +101,40 @@ def _drawn(made: Any, index: int, source: Source) -> Mapping[str, Any]:
             drawn: Mapping[str, Any] = made[index]
     except Exception as error:
         raise TaskError(
-            f"reasoning-gym's {source.name} made no problem with {_asked(source)}: {type(error).__name__}: {error}",
-            fix="change these, or choose another dataset",
+            f"reasoning-gym's {source.name} generated no problem with {_asked(source)}: {type(error).__name__}: {error}",
+            fix="change them, or use another dataset",
         ) from error
     return drawn
 
 
 def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, Any]]:
-    """The dataset and the entry of a problem from `Problem.origin`, with which its scorer judges.
+    """The dataset and the entry of a problem from `Problem.origin`, for its scorer.
 
-    Raises `TaskError` when the package makes another problem of it than when the task was made.
+    Raises `TaskError` if the package now generates another problem than when the task was created.
     """
     source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
     made = copy.deepcopy(_kept(json.dumps(origin, sort_keys=True)))  # scorers write into it
     if made["answer"] != answer or digest(made["question"]) != origin["question"]:
-        raise TaskError(f"reasoning-gym's {source.name} no longer makes this problem: its version is another than the task's")
+        raise TaskError(f"reasoning-gym's {source.name} no longer generates this problem: its version differs from the task's")
     return dataset(source, origin["seed"]), made
 
 
 @lru_cache(maxsize=32)
 def _kept(origin: str) -> Mapping[str, Any]:
-    """The entries of the newest problems: those of a group are judged one after the other, and some take long to make."""
+    """Cached entries of the newest problems: the episodes of a group need the same one, and some are slow to generate."""
     data = json.loads(origin)
     return entry(Source(name=data["dataset"], level=data["level"], keys=data["config"]), data["seed"], data["index"])
 
 
 def dataset(source: Source, seed: int) -> Any:
-    """A dataset object of the package. Raises `UserError` for a name, level or key that it does not know."""
+    """A dataset object of the package. Raises `UserError` for an unknown name, level or key."""
     keys = tuple(sorted((key, repr(value)) for key, value in source.keys.items()))
     return _dataset(_Hashed(source=source, identity=(source.name, source.level, keys)), seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Hashed:
-    """A source as a key of the cache: its mapping has no hash of its own."""
+    """A hashable source, as a cache key."""
 
     source: Source
     identity: tuple[Any, ...]
@@ -150,19 +152,19 @@ def _dataset(key: _Hashed, seed: int) -> Any:
 
 
 def check(source: Source) -> None:
-    """Raises `UserError` when the package is not there, or makes no such dataset."""
+    """Raises `UserError` if the package is missing, or has no such dataset."""
     _made(source, seed=0, size=1)
 
 
 def try_out(source: Source) -> None:
-    """Makes a dataset's first problems. Raises `UserError` where `check` does, and when one of them cannot be made."""
+    """Generates a dataset's first problems. Raises `UserError` as `check` does, or if one cannot be generated."""
     made = _made(source, seed=0, size=_TRIED)
     for index in range(_TRIED):
         _drawn(made, index, source)
 
 
 def _made(source: Source, *, seed: int, size: int) -> Any:
-    from sandboxes.reasoning.package import configuration, dataset_class  # reasoning-gym: seconds of importing
+    from sandboxes.reasoning.package import configuration, dataset_class  # importing reasoning-gym takes seconds
 
     config = configuration(source)
     try:
@@ -173,17 +175,17 @@ def _made(source: Source, *, seed: int, size: int) -> Any:
     except (AssertionError, ValueError, TypeError) as error:
         known = ", ".join(sorted(field.name for field in fields(config) if field.name not in ("seed", "size")))
         raise UserError(
-            f"reasoning-gym's {source.name} refuses {_asked(source)}: {str(error) or type(error).__name__}", fix=f"its keys are {known}"
+            f"reasoning-gym's {source.name} rejects {_asked(source)}: {str(error) or type(error).__name__}", fix=f"its keys are {known}"
         ) from None
 
 
 def _asked(source: Source) -> str:
-    """Its keys or its level, as a person reads them."""
+    """The keys or the level as text."""
     keys = ", ".join(f"{key}={value!r}" for key, value in source.keys.items())
     return keys or ("its default keys" if source.level is None else f"level {source.level}")
 
 
 def _first_seed(name: str, seed: int, heldout: bool) -> int:
-    """Where a part's seeds begin: below 2**30 for training, from 2**31 on for held-out. They stay below 2**32, as numpy wants it."""
+    """The first seed of a part: below 2**30 for training, from 2**31 for held-out. Below 2**32, as numpy requires."""
     drawn = int.from_bytes(hashlib.sha256(f"reasoning:{seed}:{name}:{heldout}".encode()).digest()[:4])
     return (2 * _PART if heldout else 0) + drawn % _PART

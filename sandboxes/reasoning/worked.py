@@ -1,9 +1,9 @@
-"""Short programs for the kinds of problem that a few lines of Python solve, read off the question: they make the worked examples of a
-prompt, and are the gold solutions of these kinds. A program prints exactly the answer.
+"""Short programs for datasets whose problems a few lines of Python solve. They are the worked examples of a prompt, and the gold solutions
+of these datasets. A program prints exactly the answer.
 
-Which problems are the examples matters to a small model more than anything else in its prompt: one that was shown no formula that begins
-with a minus sign or a bracket leaves it out when it meets one; and one that was shown no division never finds `//`, whose answers are
-whole numbers, in place of `/`, so that it has nothing to learn from.
+The choice of examples matters more to a small model than anything else in its prompt. A model that saw no formula with a leading minus
+sign or bracket omits it; one that saw no division never uses `//`, whose results are whole numbers, instead of `/`, so it has nothing to
+learn from.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from statistics import median
 from sandboxes.reasoning.problems import Problem
 
 GENERAL = ("products", "spell_backward")
-"""Kinds whose examples stand in the prompts of kinds without a program."""
+"""Datasets whose examples are used in the prompts of datasets without a program."""
 
 
 class _Unlike(ValueError):
-    """A question that is not put as the package puts it by default, as some keys of a configuration have it."""
+    """A question with another wording than the package's default, as some keys of a configuration cause."""
 
 
 def program(kind: str, question: str) -> str | None:
-    """Python source that prints the answer to a question of this kind, or None where no short program is known here."""
+    """Python source that prints the answer to a question of this dataset; None if no short program is known."""
     try:
         return PROGRAMS[kind](question) if kind in PROGRAMS else None
     except _Unlike:
@@ -31,9 +31,9 @@ def program(kind: str, question: str) -> str | None:
 
 
 def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The problems whose questions together show the most marks, then the most pairs of them; of equal ones, those of a usual length.
+    """The problems whose questions together show the most characters, then the most pairs of them; ties go to those of typical length.
 
-    Digits are one mark and letters another. Questions of more than twice the usual length are no candidates.
+    All digits count as one character, and all letters as another. Questions of more than twice the typical length are no candidates.
     """
     usual = median(len(one.question) for one in candidates)
     left = [one for one in candidates if len(one.question) <= 2 * usual]
@@ -48,13 +48,13 @@ def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
 
 
 def _marks(question: str) -> set[str]:
-    """Its marks, and the pairs of them that stand side by side."""
+    """The characters and the adjacent pairs of a question."""
     text = re.sub(r"\s+", "", re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", question)))
     return {*text, *(text[at : at + 2] for at in range(len(text) - 1))}
 
 
 def _new(marks: set[str]) -> tuple[int, int]:
-    """How many marks, and how many pairs."""
+    """The number of characters, and of pairs."""
     return sum(len(mark) == 1 for mark in marks), sum(len(mark) == 2 for mark in marks)
 
 
@@ -66,7 +66,7 @@ def _found(pattern: str, question: str) -> tuple[str, ...]:
 
 
 def _expression(question: str) -> str:
-    """The formula of an arithmetic question, by what stands around it."""
+    """The formula of an arithmetic question."""
     (text,) = _found(r"((?:[-(]\s*)*\d[-+*/() .\d]*[\d)])", question)
     return text
 
@@ -139,4 +139,4 @@ PROGRAMS: Mapping[str, Callable[[str], str]] = {
     "word_sequence_reversal": _reversal,
     "word_sorting": _sorted,
 }
-"""From a kind's question to Python source that prints the answer."""
+"""Dataset -> function that turns a question into Python source that prints the answer."""

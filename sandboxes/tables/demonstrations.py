@@ -1,8 +1,8 @@
-"""Demonstrations of mixed quality, as a base model finds them: some careful, some sloppy, all well formed.
+"""Demonstrations of mixed quality for a base model: some careful, some sloppy, all well formed.
 
-For each task a demonstrator writes the right program with probability `CAREFUL`, otherwise one of the kind's sloppy programs;
-now and then it guesses without running anything, or misspells a name, sees the error and writes the program again. What a
-program prints comes from running it in this process: programs are this module's own templates, never a policy's text.
+For each task a demonstrator writes the right program with probability `CAREFUL`, otherwise one of the kind's sloppy programs.
+Occasionally it guesses without running anything, or misspells a name, sees the error and rewrites the program. The programs run in this
+process: they come from this package's templates, never from a policy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMONER_MISTAKE = 0.7  # share of a kind's first sloppy program among its slopp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """One assistant turn, what the tool answered, and whether the turn is one to learn from."""
+    """One assistant turn, the tool's answer, and whether the turn is trained on."""
 
     completion: str  # ends in <|im_end|>
     observation: str | None  # None after submit
@@ -33,7 +33,7 @@ class Act:
 
 
 def call(name: str, **arguments: str) -> str:
-    """An assistant turn of one tool call, in the form that Qwen3's template gives it."""
+    """An assistant turn with one tool call, in the format of Qwen3's template."""
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call><|im_end|>"
 
@@ -56,7 +56,7 @@ def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: flo
 
 
 def run_template(code: str, files: Mapping[str, str]) -> str:
-    """What a program of this package prints on these files, or the end of its traceback. Not for any other program."""
+    """The output of a program of this package on these files, or the end of its traceback. Not for any other program."""
     printed: list[str] = []
 
     def open_file(path: str) -> io.StringIO:

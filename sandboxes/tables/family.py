@@ -14,28 +14,28 @@ from sandboxes.tables.kinds import BY_NAME, KINDS, Kind, Question
 from sandboxes.tables.real import real_table
 
 REAL_TASKS = 240
-ATTEMPTS = 2000  # tables drawn before a kind is given up; about ten are needed
+ATTEMPTS = 2000  # maximum number of tables drawn for a question; about ten are needed
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 LIMITS = Limits(turns=4, turn_tokens=192, episode_tokens=768, tool_timeout_s=10.0, tool_output_chars=400, wall_s=120.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What the tables of a task are like: how many rows, and whether their names are strange."""
+    """The tables of a task: number of rows, and whether their names are unusual."""
 
     rows: tuple[int, int] = ROWS
     wild: bool = False
 
 
-NEIGHBOURS = ("alike", "harder", "easier")  # in this order they take turns
+NEIGHBOURS = ("alike", "harder", "easier")  # in rotation
 _HARDER, _EASIER = Size(rows=(30, 60), wild=True), Size(rows=(6, 9))
 
 
 class Tables:
-    """Questions about small files. `task` is a pure function of (seed, split, index); kinds take turns by index.
+    """Questions about small files. `task` is a pure function of (seed, split, index); the kinds of question rotate by index.
 
-    Train and held-out tasks are generated without end from disjoint word pools; the held-out real part has `REAL_TASKS` tasks
-    on tables of scikit-learn and pycountry, which must be installed for that split only.
+    Training and held-out tasks are generated without end from disjoint word pools. The real held-out split has `REAL_TASKS` tasks on
+    tables of scikit-learn and pycountry; only this split needs the packages.
     """
 
     name = "tables"
@@ -50,13 +50,14 @@ class Tables:
         episode_tokens: int = LIMITS.episode_tokens,
         network: str = "",
     ) -> None:
-        """In a recipe these are `tasks.options`.
+        """Arguments are `tasks.options` of a recipe.
 
         Args:
-            wild: names are longer and stranger.
-            kinds: the kinds of question that are asked, such as "total, average"; empty: all.
-            turn_tokens: completion tokens of one turn. This and `episode_tokens` give a policy room to think before it acts.
-            network: what programs in the sandbox may reach, such as "127.0.0.1:8790", with commas between several; empty: nothing.
+            wild: use longer and more unusual names.
+            kinds: kinds of question, such as "total, average"; empty: all.
+            turn_tokens: completion tokens of one turn. This and `episode_tokens` leave a policy room to think before it acts.
+            episode_tokens: tokens of an episode.
+            network: hosts that programs in the sandbox may reach, such as "127.0.0.1:8790", separated by commas; empty: none.
         """
         self.seed = seed
         self.wild = wild
@@ -65,10 +66,11 @@ class Tables:
         self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
+        """Number of tasks; None for an endless split."""
         return REAL_TASKS if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Raises `UserError` for an index outside the split, or when a real table's package is missing."""
+        """The task at an index. Raises `UserError` for an index outside the split, or if a real table's package is missing."""
         end = self.size(split)
         if index < 0 or (end is not None and index >= end):
             raise UserError(
@@ -78,9 +80,9 @@ class Tables:
         return self._asked(rng, self.kinds[index % len(self.kinds)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Questions of the task's kind about other tables, for training: alike, harder (longer tables, stranger names), and easier.
+        """Training questions of the task's kind about other tables: alike, harder (longer tables, more unusual names), and easier.
 
-        Without end, and a pure function of the task's content and the seed.
+        Endless, and a pure function of the task's content and the seed.
         """
         kind = BY_NAME[str(task.data["kind"])]
         sizes = {"alike": Size(wild=self.wild), "harder": _HARDER, "easier": _EASIER}
@@ -107,7 +109,7 @@ class Tables:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run beside the task's files."""
+        """Python source that prints the right answer when run in the folder of the task's files."""
         return BY_NAME[task.data["kind"]].program(task.data["names"])
 
     def _question(self, rng: Random, kind: Kind, split: Split, size: Size) -> Question:
@@ -117,10 +119,10 @@ class Tables:
             question = kind.ask(rng, table)
             if question is not None:
                 return question
-        raise TaskError(f"no table gave a question of kind {kind.name!r} in {ATTEMPTS} attempts")
+        raise TaskError(f"no table yielded a question of kind {kind.name!r} in {ATTEMPTS} attempts")
 
 
 def _kind(name: str) -> Kind:
     if name not in BY_NAME:
-        raise UserError(f"tables has no kind of question {name!r}", fix=f"tasks.options.kinds takes {', '.join(BY_NAME)}")
+        raise UserError(f"tables has no kind of question {name!r}", fix=f"use some of {', '.join(BY_NAME)} in tasks.options.kinds")
     return BY_NAME[name]

@@ -1,7 +1,7 @@
-"""Real tables for the held-out part: those that scikit-learn ships, and pycountry's records. Column names and cells are theirs.
+"""Real tables for the held-out split: those that scikit-learn ships, and pycountry's records, with their column names and cells.
 
-Rows and columns are sampled to keep files small. scikit-learn's tables have no column that names a row, so one is added
-(`sample`, `patient`, ...). Nothing here is downloaded.
+Rows and columns are sampled to keep files small. scikit-learn's tables have no column that identifies a row, so one is added (`sample`,
+`patient`, ...). Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from sandboxes.tables.kinds import Row, Table
 
 
 class Source(Protocol):
-    """Somewhere that small real tables come from."""
+    """A source of small real tables."""
 
-    def table(self, rng: Random) -> Table: ...
+    def table(self, rng: Random) -> Table:
+        """A random table."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Science:
-    """A table of scikit-learn: sampled rows, with `label` added to name them."""
+    """A table of scikit-learn: sampled rows, with a column `label` that identifies them."""
 
     stem: str
     other: str
@@ -36,6 +38,7 @@ class Science:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self, rng: Random) -> Table:
+        """A random sample of rows."""
         records, classes = _frame(self.dataset, tuple(self.options.items()))
         rows: list[Row] = []
         for index in rng.sample(range(len(records)), min(rng.randint(16, 26), len(records))):
@@ -48,7 +51,7 @@ class Science:
 
 @dataclass(frozen=True, kw_only=True)
 class Registry:
-    """Records of pycountry that have every column named here; where there are groups, some of the larger ones."""
+    """Records of pycountry that have all of these columns; with groups, only some of the larger groups."""
 
     stem: str
     dataset: str
@@ -57,6 +60,7 @@ class Registry:
     dates: tuple[str, ...] = ()
 
     def table(self, rng: Random) -> Table:
+        """A random sample of records."""
         columns = (*self.labels, *self.groups, *self.dates)
         records = [r for r in _records(self.dataset) if all(c in r for c in columns) and all(len(r[d]) == 10 for d in self.dates)]
         if self.groups:
@@ -86,7 +90,7 @@ def _frame(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[Mappi
 
 @cache
 def _records(name: str) -> tuple[Mapping[str, str], ...]:
-    """pycountry's records of one kind, as plain text; those with a quotation mark or backslash in a cell are left out."""
+    """pycountry's records of one kind, as plain text, without records with a quotation mark or backslash in a cell."""
     try:
         import pycountry
     except ImportError as error:
@@ -180,5 +184,5 @@ SOURCES: Mapping[str, tuple[Source, ...]] = {
 
 
 def real_table(rng: Random, kind: str) -> Table:
-    """A real table that suits a kind of question. Raises `UserError` when its package is missing."""
+    """A real table for a kind of question. Raises `UserError` if its package is missing."""
     return rng.choice(SOURCES.get(kind, SCIENCE)).table(rng)

@@ -30,7 +30,7 @@ from agentrl.records import (
     Turn,
 )
 from agentrl.records.sampling import Sampling
-from agentrl.reward.rewardfile import reward
+from agentrl.reward.cleanroom import parse_reward
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -123,8 +123,8 @@ def test_words(unit: str) -> None:
         lambda text: clip(text, 2000),
         lambda text: render_result(ExecResult(exit_code=1, stdout=text, stderr=text, wall_s=0.0), limits),
         lambda text: life().clip_output(text),
-        lambda text: reward(text, None),
-        lambda text: reward(None, text),
+        lambda text: parse_reward(text, None),
+        lambda text: parse_reward(None, text),
         lambda text: run(exact_answer(TASK, Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=text))),
     ):
         assert_linear(work, repeated(unit))

@@ -1,4 +1,4 @@
-"""The one comparison of numbers: whole numbers are exact, tolerances are relative to the truth, and no constant is near everything."""
+"""Comparison of numbers: whole numbers are exact, tolerances are relative to the truth, and no constant is near everything."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ tolerances = st.floats(0, 0.5)
 
 @given(whole_numbers, whole_numbers, tolerances)
 @example(12345678901234567890, 12345678901234567891, 1e-6)
-def test_whole_numbers_are_the_same_only_when_they_are_equal(one: int, other: int, tolerance: float) -> None:
+def test_whole_numbers_are_the_same_only_if_equal(one: int, other: int, tolerance: float) -> None:
     for given_, wanted in ((one, other), (Fraction(one), other), (one, Fraction(other))):
         assert same_number(given_, wanted, relative=tolerance, absolute=tolerance) is (one == other)
 
 
 @given(st.integers(0, 10**24), st.data())
-def test_changing_a_digit_changes_the_number_however_it_is_written(value: int, data: st.DataObject) -> None:
+def test_changed_digit_changes_the_number_in_every_notation(value: int, data: st.DataObject) -> None:
     digits = str(value)
     at = data.draw(st.integers(0, len(digits) - 1))
     changed = digits[:at] + data.draw(st.sampled_from([d for d in "0123456789" if d != digits[at]])) + digits[at + 1 :]
@@ -34,7 +34,7 @@ def test_changing_a_digit_changes_the_number_however_it_is_written(value: int, d
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))
-def test_exact_comparison_is_symmetric_and_that_of_python(one: float, other: float) -> None:
+def test_exact_comparison_is_symmetric_and_matches_python(one: float, other: float) -> None:
     assert same_number(one, other, relative=0) is same_number(other, one, relative=0) is (one == other)
 
 
@@ -52,7 +52,7 @@ def test_no_constant_is_near_under_any_tolerance(wanted: Fraction, absolute: flo
 
 
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12), tolerances)
-def test_floats_are_compared_as_fractions_are(one: float, other: float, relative: float) -> None:
+def test_floats_are_compared_like_fractions(one: float, other: float, relative: float) -> None:
     exact = is_near(Fraction(one), Fraction(other), relative=relative)
     close = abs(abs(one - other) - relative * abs(other)) <= 1e-12 * abs(other)  # at the very bound rounding decides
     assert close or is_near(one, other, relative=relative) is exact
@@ -86,7 +86,7 @@ def test_same_number(given_: float, wanted: float, relative: float, absolute: fl
 
 
 @pytest.mark.parametrize("text", ["", "nan", "inf", "1e999", "1_000", "٣", "1,000", "0x2a", " 1", "1e", ".", "+-1", "½", "9" * 1001])
-def test_what_is_no_number(text: str) -> None:
+def test_invalid_numbers(text: str) -> None:
     assert parse_number(text) is None
 
 
@@ -98,7 +98,7 @@ def test_numbers_keep_every_digit(text: str, value: Fraction) -> None:
     assert found == value and found is not None and is_whole(found) is (value.denominator == 1)
 
 
-def test_where_the_bounds_of_what_is_read_are() -> None:
+def test_limits_of_parsed_numbers() -> None:
     assert parse_number("9" * LONGEST_NUMBER) == 10**LONGEST_NUMBER - 1 and parse_number("9" * (LONGEST_NUMBER + 1)) is None
     assert parse_number("1e400") == 10**400 and parse_number("1e-400") == Fraction(1, 10**400)
     assert parse_number("1e401") is None and parse_number("1e-401") is None
@@ -122,11 +122,13 @@ def test_where_the_bounds_of_what_is_read_are() -> None:
         (-0.125, 0.125, 4.0, 0.0, False),
     ],
 )
-def test_differences_at_the_bound(kind: Any, sign: int, given_: float, wanted: float, relative: float, absolute: float, due: bool) -> None:
+def test_differences_at_the_tolerance(
+    kind: Any, sign: int, given_: float, wanted: float, relative: float, absolute: float, due: bool
+) -> None:
     assert is_near(kind(sign * given_), kind(sign * wanted), relative=relative, absolute=absolute) is due
 
 
-def test_a_tolerance_that_is_not_given_is_none_and_a_fraction_is_compared_exactly() -> None:
+def test_default_tolerance_is_0_and_fractions_are_exact() -> None:
     assert not is_near(1.4, 1.5, relative=0) and not is_near(Fraction(7, 5), Fraction(3, 2), relative=0)
     assert is_near(Fraction(13, 10), 1.0, relative=0.3), "1.3 - 1.0 is more than 0.3 in floats"
     assert is_near(1.0, Fraction(5, 4), relative=0.2)

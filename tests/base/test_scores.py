@@ -152,7 +152,7 @@ async def test_full_marks_are_full_marks_at_every_bar(score: float) -> None:
     async def one(task: Any, episode: Any) -> Score:
         return Score(value=1.0)
 
-    rubric = Rubric({"right": (one, 1.0), "careful": (gives, 1.0)}, gate={"careful": 1.0}, caps={"careful": 0.1})
+    rubric = Rubric({"right": (one, 1.0), "careful": (gives, 1.0)}, required={"careful": 1.0}, caps={"careful": 0.1})
     given_ = await rubric(task(), episode("x"))
     assert is_at_least(given_.value or 0.0, 1.0) and attempt_passes(score, 1.0)
     scored = ScoredEpisode(episode=Episode(id="e", task_id="t", task_key="k", trajectories=()), score=Score(value=score))

@@ -95,7 +95,7 @@ class Leaking(Good):
 
 
 class Unmade(Good):
-    """The third task cannot be made, the fourth holds a set, and the seed does nothing."""
+    """The third task cannot be created, the fourth holds a set, and the seed does nothing."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""`agentrl check`: the shipped family holds on both backends, and what is wrong with a family is told, task by task."""
+"""`agentrl check`: the shipped family passes on both backends, and faults of a family are reported by task."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.check import cheats
-from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _Prover, _retried, _wrong_cases, check_family, render
+from agentrl.check.check import _Prover, check_family
 from agentrl.check.family_source import FamilySource
 from agentrl.check.findings import Finding, Proof
+from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _wrong_cases, render
+from agentrl.check.verifiers import retry_sandbox_errors
 from agentrl.cli import app
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.errors import SandboxError
@@ -33,7 +35,7 @@ SOLVE = "open('a.py', 'w').write('print(6 * 7)')"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BOTH)
-def test_the_shipped_family_holds(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_family_passes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it on one backend, and enough of it on the other to see that tasks mean the same there."""
     count, tasks = (10, 10) if backend == "bubblewrap" else (2, 4)  # of each split, and so altogether
     monkeypatch.chdir(ROOT)
@@ -76,7 +78,7 @@ def by_task(report: CheckReport) -> dict[str, dict[str, CaseResult]]:
     return found
 
 
-def test_what_is_wrong_is_a_row_for_each_cause() -> None:
+def test_failures_have_one_row_per_cause() -> None:
     """48 tasks without a file and a verifier that gives 20 tasks' cheats 1: 188 cases, two causes."""
     gone = [
         CaseResult(task=f"t-{n}", case=GOLD, wanted=1.0, value=None, detail=f"t-{n}: no file data/{n}.csv", wall_s=0.1) for n in range(48)
@@ -94,7 +96,7 @@ def test_what_is_wrong_is_a_row_for_each_cause() -> None:
 
 
 @pytest.mark.parametrize("backend", BOTH)
-async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_faults_of_a_family_are_reported_by_task(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"exits with 0", "empty outputs", "fake report", "links to the tests"}
     for kind in ("PROGRAMS", "TEXTS"):
         monkeypatch.setattr(cheats, kind, {name: text for name, text in getattr(cheats, kind).items() if name in few})
@@ -121,7 +123,7 @@ async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tm
     assert "6 of 7 tasks are wrong" in table and "family/weak" in table and "family/good" not in table
 
 
-def test_mistakes_in_folders_end_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_folders_exit_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from agentrl.cli import main
 
     write_task(tmp_path / "family", "one")
@@ -134,7 +136,7 @@ def test_mistakes_in_folders_end_with_2(tmp_path: Path, monkeypatch: pytest.Monk
         assert "one: task.toml: outputs: is missing" in capsys.readouterr().err
 
 
-def test_a_backend_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_backend_raises(capsys: pytest.CaptureFixture[str]) -> None:
     from agentrl.cli import main
 
     with pytest.raises(SystemExit) as stop:
@@ -143,7 +145,7 @@ def test_a_backend_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.bubblewrap
-def test_json_has_every_case(tmp_path: Path) -> None:
+def test_json_report_has_every_case(tmp_path: Path) -> None:
     family = tmp_path / "family"
     write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
     (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
@@ -158,7 +160,7 @@ def test_json_has_every_case(tmp_path: Path) -> None:
     assert len(results) == 2 + len(CHEATS)
 
 
-def test_the_table_takes_any_text() -> None:
+def test_report_accepts_any_text() -> None:
     result = CaseResult(task="f/[b]", case=GOLD, wanted=1.0, value=None, detail="[/red] what a test said [bold]\x1b[31m", wall_s=0.0)
     finding = Finding(severity="warning", what="[/red] and \x1b[31m")
     proof = Proof(name="a proof", looked_at="1 task", findings=(finding,))
@@ -167,7 +169,7 @@ def test_the_table_takes_any_text() -> None:
     assert "that [b] is" in shown and "warning: [/red] and" in shown and "ok    a proof" in shown
 
 
-async def test_a_fault_of_the_sandboxes_is_tried_again_and_ends_the_check_when_it_lasts() -> None:
+async def test_sandbox_fault_is_retried_and_ends_the_check_if_persistent() -> None:
     calls = 0
 
     async def act() -> int:
@@ -177,13 +179,13 @@ async def test_a_fault_of_the_sandboxes_is_tried_again_and_ends_the_check_when_i
             raise SandboxError("busy")
         return calls
 
-    assert await _retried(act) == 3
+    assert await retry_sandbox_errors(act) == 3
     calls = -9
     with pytest.raises(SandboxError):
-        await _retried(act)
+        await retry_sandbox_errors(act)
 
 
-async def test_a_family_that_leaves_instead_of_giving_a_gold_solution_fails_its_case() -> None:
+async def test_family_that_exits_in_gold_fails_its_case() -> None:
     class Leaves(Driving):
         def gold(self, task: Task) -> str:
             raise SystemExit(0)

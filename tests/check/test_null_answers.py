@@ -1,4 +1,4 @@
-"""What the proof of answers without work finds, and that a truth which happens to be a constant is no defect."""
+"""The check of answers without work: its findings, and truths that happen to be constants."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_a_sound_verifier_has_a_row_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("truth", ["yes", "1", ":", "{", "Yes ", "None"])
-def test_a_truth_that_is_a_constant_is_no_defect(truth: str) -> None:
+def test_constant_truth_is_not_a_finding(truth: str) -> None:
     assert prove(exact, some(truth, "south")).findings == ()
     assert prove(exact, some(truth)).findings == ()
 
 
-def test_a_truth_that_is_a_constant_in_other_words_is_told_and_no_failure() -> None:
+def test_constant_truth_in_another_form_is_a_note() -> None:
     proof = prove(numeric, some("1.0", "20"))
-    assert proof.ok and told(proof) == [("note", "v gives '1' to t0 more than 0; it may be right there")]
+    assert proof.ok and told(proof) == [("note", "v scores '1' to t0 above 0; the answer may be right there")]
 
 
 @pytest.mark.parametrize(
@@ -76,37 +76,37 @@ def test_a_truth_that_is_a_constant_in_other_words_is_told_and_no_failure() -> N
         (lambda e: e.answer == "\\boxed{}", "delimiter", "'\\\\boxed{}' to t0"),
     ],
 )
-def test_a_verifier_that_pays_for_an_answer_without_work_is_told_with_the_answer(pays: Any, kind: str, shown: str) -> None:
+def test_reward_for_an_answer_without_work_is_a_failure(pays: Any, kind: str, shown: str) -> None:
     proof = prove(Paying(pays), some("north", "south"))
     ((severity, what),) = told(proof)
-    assert severity == "failure" and "v gives up to 0.5 for answers without work" in what and shown in what
+    assert severity == "failure" and "v scores up to 0.5 for answers without work" in what and shown in what
     assert dict(zip(*proof.table, strict=True))[kind] == "0.5"
 
 
-def test_several_answers_that_score_on_one_task_are_no_truth() -> None:
+def test_several_scoring_answers_on_one_task_are_a_failure() -> None:
     proof = prove(Paying(lambda e: e.task_id == "t0" and e.answer in ("0", "1")), some("north", "south"))
     assert not proof.ok and proof.findings[0].tasks == ("t0",)
 
 
-def test_an_abstention_is_no_score_and_a_warning() -> None:
+def test_abstention_is_a_warning() -> None:
     proof = prove(Paying(lambda e: e.answer == ":", None), some("north", "south"))
     assert proof.ok and told(proof)[0][0] == "warning" and "(v: it abstains)" in told(proof)[0][1]
     assert dict(zip(*proof.table, strict=True))["one token"] == "0"
 
 
-def test_verifiers_of_form_alone_pay_for_empty_work_and_are_told() -> None:
+def test_verifiers_of_form_are_reported() -> None:
     assert not prove(Length(most=100), some("north")).ok
     assert not prove(ToolUse(never=("shell",)), some("north")).ok
 
 
-def test_each_verifier_is_asked_by_itself() -> None:
+def test_each_verifier_is_checked_separately() -> None:
     tasks = [task(id="t0", answer="north", verifiers=("a", "b"))]
     scorer = TaskScorer(_verifiers={"a": exact, "b": Paying(lambda e: e.answer == "0", 1.0)})
     proof = asyncio.run(prove_null_answers(tasks, {}, scorer, parallel=4))
     assert [row[0] for row in proof.table] == ["highest score of", "a", "b"] and [f.what[:1] for f in proof.findings] == ["b"]
 
 
-def test_an_audit_is_held_to_the_same() -> None:
+def test_audit_verifiers_are_checked_too() -> None:
     scorer = TaskScorer(_verifiers={"v": exact, "watch": Paying(lambda e: e.answer == ":", 1.0)})
     proof = asyncio.run(prove_null_answers(some("north", "south"), {}, scorer, parallel=4, audit=("watch",)))
     assert [row[0] for row in proof.table] == ["highest score of", "v", "watch"]
@@ -126,7 +126,7 @@ class Fair(Longest):
         return tuple(Score(value=2.0 if one.answer == task.data["answer"] else 1.0) for one in episodes)
 
 
-def test_a_judge_of_groups_puts_answers_without_work_below_the_gold_one() -> None:
+def test_group_judge_must_rank_answers_without_work_below_gold() -> None:
     tasks = some("north", "south")
     golden = {
         one.id: GoldAttempt(
@@ -142,11 +142,11 @@ def test_a_judge_of_groups_puts_answers_without_work_below_the_gold_one() -> Non
 
     fooled = proven(Longest())
     assert not fooled.ok and [row[0] for row in fooled.table] == ["highest score of", "v", "rank"]
-    assert dict(zip(fooled.table[0], fooled.table[2], strict=True))["injection"] == "1" and "rank gives up to 1" in fooled.findings[0].what
+    assert dict(zip(fooled.table[0], fooled.table[2], strict=True))["injection"] == "1" and "rank scores up to 1" in fooled.findings[0].what
     assert proven(Fair()).findings == (), "what a group judge gives compares, and need not be 0"
 
 
-def test_files_are_filled_where_the_task_is_judged_by_them() -> None:
+def test_output_files_are_filled_for_tasks_that_grade_files() -> None:
     truth = {"out/a.txt": {"text": "north"}, "b.json": {"absent": True}}
     one = task(outputs=("out/*", "b.json"), answer=truth)
     assert prove(outputs, [one]).ok

@@ -1,4 +1,4 @@
-"""What each proof finds in families, verifiers and tools that have one mistake, and that it finds none where there is none."""
+"""Each proof finds the one mistake of a family, verifier or tool, and nothing in sound ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from agentrl.agent.run_tools import declared_tools, pin_tools
+from agentrl.check.access import image_files
 from agentrl.check.family_source import FamilySource, split_sizes
 from agentrl.check.findings import Proof
-from agentrl.check.image_files import image_files
 from agentrl.check.purity import prove_purity
 from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
@@ -58,13 +58,13 @@ def failures(proof: Proof) -> list[str]:
     return [finding.what for finding in proof.findings if finding.severity == "failure"]
 
 
-def test_a_family_without_mistakes_is_pure_and_its_splits_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sound_family_is_pure_with_disjoint_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pure("Good").findings == () and pure("Good").looked_at.startswith("16 tasks, each drawn three times")
     proof = apart("Good", monkeypatch)
     assert proof.findings == () and "40 tasks of train of infinitely many" in proof.unproven[0]
 
 
-def test_a_family_that_counts_its_calls_differs_here_and_elsewhere() -> None:
+def test_stateful_family_differs_in_both_processes() -> None:
     elsewhere, again = failures(pure("Impure"))
     assert (
         "16 tasks of 16 differ in another process, with another hash seed, in prompt; train 0: prompt was ...numbers.txt? Say it"
@@ -73,22 +73,22 @@ def test_a_family_that_counts_its_calls_differs_here_and_elsewhere() -> None:
     assert "16 tasks of 16 differ drawn again in another order, in prompt" in again
 
 
-def test_a_family_that_leans_on_the_hash_seed_differs_in_another_process_alone() -> None:
+def test_family_that_depends_on_the_hash_seed_differs_only_in_another_process() -> None:
     (told,) = failures(pure("Hashed"))
     assert told.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")
 
 
-def test_what_cannot_be_made_or_written_down_is_told_with_its_place() -> None:
+def test_tasks_that_cannot_be_created_or_stored_are_reported() -> None:
     found = pure("Unmade")
-    assert "4 tasks cannot be made: KeyError: 'region'" in failures(found)[0]
+    assert "4 tasks cannot be created: KeyError: 'region'" in failures(found)[0]
     assert found.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
     told = [(one.severity, one.what) for one in found.findings[1:]]
-    assert told == [("note", "another seed gives the same training tasks: the family makes no use of its seed")]
+    assert told == [("note", "another seed gives the same training tasks: the family does not use its seed")]
     with pytest.raises(ValueError, match=r"Task\.data: 'answer': a set is not JSON"):
         replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
 
-def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
+def test_family_that_does_not_open_in_another_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "fam.py").write_text(
         "import os\nfrom tests.check.bad_families import Good\n"
         f"if os.getpid() != {os.getpid()}:\n    raise OSError('no data here')\nclass F(Good):\n    pass\n"
@@ -98,7 +98,7 @@ def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
     assert told.startswith("the family cannot be opened in another process: ") and "no data here" in told
 
 
-def test_held_out_tasks_that_are_training_tasks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heldout_tasks_equal_to_training_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     (told,) = failures(apart("Overlapping", monkeypatch))
     assert told.startswith("6 of 6 tasks in heldout show the agent the same as a training task: sums-heldout-0 is sums-train-0, ")
 
@@ -113,7 +113,7 @@ class Few(Good):
         return replace(super().task(split, index), id="sums", split=Split.TRAIN)
 
 
-def test_repeats_names_and_misplaced_tasks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_equal_ids_and_misplaced_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_families, "Few", Few, raising=False)
     proof = apart("Few", monkeypatch)
     assert failures(proof) == ["6 tasks drawn from heldout have split train"]
@@ -146,13 +146,13 @@ GIVEN = [
 
 
 @pytest.mark.parametrize(("path", "text", "truth", "sure"), GIVEN)
-def test_a_truth_is_found_where_it_lies_and_not_by_chance(path: str, text: str, truth: str, sure: bool | None) -> None:
+def test_readable_truth_is_found_but_not_chance_matches(path: str, text: str, truth: str, sure: bool | None) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": truth})
     assert [leak.certain for leak in find_leaks({path: text.encode()}, hidden_truths(task))] == ([] if sure is None else [sure])
 
 
 @given(st.binary(max_size=300), st.text(min_size=1, max_size=40), st.text(max_size=20))
-def test_searching_takes_any_file_and_any_truth(data: bytes, answer: str, name: str) -> None:
+def test_search_accepts_any_file_and_any_truth(data: bytes, answer: str, name: str) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer, "deep": {"expected": [answer, 3]}})
     assert isinstance(find_leaks({name or "x": data}, hidden_truths(task, answer)), list)
 
@@ -167,7 +167,7 @@ def test_a_long_truth_in_a_file_is_always_found(answer: str, around: str) -> Non
         assert answer in {leak.truth.text for leak in find_leaks({"f": text.encode("utf-8", "replace")}, hidden_truths(task))}
 
 
-def test_what_counts_as_truth() -> None:
+def test_values_that_count_as_truth() -> None:
     task = replace(
         Good().task(Split.TRAIN, 0),
         data={"kind": "sum", "level": "ERROR", "answer": 4, "meta": {"expected_rows": ["a", "north-east"]}, "flag": True},
@@ -215,20 +215,20 @@ async def scored(name: str) -> Proof:
     return await prove_verifiers(tasks, golden, scorer, parallel=4)
 
 
-async def test_verifiers_that_break_on_odd_answers_or_change_their_mind_are_told() -> None:
+async def test_verifiers_that_fail_or_are_inconsistent_are_reported() -> None:
     good = await scored("Good")
-    assert good.findings == () and good.looked_at == "1 verifier: 30 odd answers, 6 gold episodes twice"
+    assert good.findings == () and good.looked_at == "1 verifier: 30 malformed answers, 6 gold episodes twice"
     told = failures(await scored("Brittle"))
     assert [what.partition(";")[0] for what in told] == [
         "a score of 1 for work that is wrong",
-        "no score: tests.check.bad_families:brittle: verifier gave str, not a Score",
+        "no score: tests.check.bad_families:brittle: verifier returned str, not a Score",
     ]
     assert "two megabytes for sums-train-0" in told[0]
     (told_twice,) = failures(await scored("Fickle"))
     assert "of 6 score differently the second time: sums-train-" in told_twice
 
 
-async def test_tools_that_break_on_odd_arguments_are_told() -> None:
+async def test_tools_that_fail_on_malformed_arguments_are_reported() -> None:
     family = source("Tooled").open()
     tasks = [
         replace(
@@ -244,8 +244,8 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
     assert told >= {
         ("warning", "calculator raises TypeError"),
         ("warning", "calculator raises KeyError"),
-        ("failure", "talker gives str, not a ToolOutcome"),
-        ("failure", "untold: its schema has no description, so the agent is not told what it does"),
+        ("failure", "talker returns str, not a ToolOutcome"),
+        ("failure", "untold: its schema has no description, so the agent does not know what it does"),
     }
     assert any(
         what.startswith("misnamed does not load: ") and "has the name 'misnamed', but 'other' in its schema" in what for _, what in told
@@ -256,12 +256,12 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
     assert "does not load: 'tests.check.bad_families:nothing': tests.check.bad_families has no attribute 'nothing'" in lost.what
     twice = [replace(tasks[0], tools=("tests.check.bad_families:calculator", "tests.check.bad_families:calculator"))]
     assert any(
-        "two tools of one task are called 'calculator'" in what
+        "two tools of one task have the name 'calculator'" in what
         for what in failures(await prove_tools(twice, ScriptedSandboxes(printing(""))))
     )
 
 
-async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episode() -> None:
+async def test_tool_state_must_be_restorable_and_per_episode() -> None:
     task = source("Tooled").open().task(Split.TRAIN, 0)
 
     async def told(name: str) -> list[str]:
@@ -269,17 +269,17 @@ async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episo
         return [what.removeprefix(f"tool tests.check.bad_families:{name}: ").partition(":")[0] for what in failures(proof)]
 
     assert await told("Notes") == []
-    assert await told("Gossip") == ["what one episode tells it is there for the next"]
-    assert await told("Forgetful") == ["a state that is restored is another one"]
-    assert await told("Stubborn") == ["its state is not restored (KeyError"]
-    assert await told("Opaque") == ["the state of Opaque cannot be captured"]
+    assert await told("Gossip") == ["its state leaks into the next episode"]
+    assert await told("Forgetful") == ["its restored state differs from the saved one, so a resumed episode has other tools"]
+    assert await told("Stubborn") == ["its state cannot be restored (KeyError"]
+    assert await told("Opaque") == ["the state of Opaque cannot be taken"]
 
 
 @pytest.mark.slow
-async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> None:
+async def test_tool_that_blocks_the_event_loop_does_not_block_the_check() -> None:
     tasks = [replace(source("Tooled").open().task(Split.TRAIN, 0), tools=("tests.check.bad_families:holder",))]
     (told,) = failures(await prove_tools(tasks, ScriptedSandboxes(printing(""))))
-    assert told.startswith("tool tests.check.bad_families:holder holds the whole run for more than 6 s (await what waits")
+    assert told.startswith("tool tests.check.bad_families:holder blocks the event loop for more than 6 s (await what waits")
 
 
 @pytest.mark.bubblewrap
@@ -291,7 +291,7 @@ async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> Non
         ("Leaking", "no answer is readable in what the agent is given"),
     ],
 )
-def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_reports_what_it_proved_and_what_not(name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "bad.py"
     recipe.write_text(
         "from agentrl.config import PolicyConfig, Recipe, TasksConfig\n"
@@ -304,11 +304,11 @@ def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == ([wrong] if wrong else [])
     assert len(verdicts) == 9 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in done.output
     if name == "Leaking":
-        assert "sums-train-0: meta.json gives by its name data.answer" in done.output
+        assert "sums-train-0: meta.json contains, next to its key, data.answer" in done.output
 
 
 @pytest.mark.bubblewrap
-async def test_files_that_an_image_brings_are_looked_at(tmp_path: Path) -> None:
+async def test_files_of_an_image_are_searched(tmp_path: Path) -> None:
     """The distribution's own are left out; what a fresh sandbox shows besides is small."""
     sandboxes = select_backend("bubblewrap", run_label="test", root=ROOT)
     try:
@@ -320,22 +320,22 @@ async def test_files_that_an_image_brings_are_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.bubblewrap
-async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_one() -> None:
+async def test_tool_that_breaks_its_sandbox_is_reported_and_gets_a_fresh_one() -> None:
     task = replace(Good().task(Split.TRAIN, 0), tools=("tests.check.bad_families:breaker",))
     sandboxes = select_backend("bubblewrap", run_label="test", root=ROOT)
     try:
         proof = await prove_tools([task], sandboxes)
     finally:
         await sandboxes.close()
-    broke = "tool tests.check.bad_families:breaker makes its sandbox fail, so that the episode is left out: the exec server is gone"
+    broke = "tool tests.check.bad_families:breaker makes its sandbox fail, which excludes the episode: the exec server is gone"
     assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
 
 
-def test_a_family_that_exits_ends_no_proof() -> None:
+def test_family_that_exits_does_not_end_the_proofs() -> None:
     assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))
 
 
-async def test_servers_of_a_recipe_are_proven_and_what_is_outside_is_never_called(tmp_path: Path) -> None:
+async def test_sandboxed_mcp_servers_are_checked_and_others_never_called(tmp_path: Path) -> None:
     server = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
     config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"), start_timeout_s=60.0)
     mine = sample_task(tools=("mcp:it", "submit"))

@@ -1,4 +1,4 @@
-"""Modes in which tests share a sandbox with the code under test are marked as unsafe for training, and the check still passes."""
+"""Modes in which tests share a sandbox with the code under test are reported as unsafe for training, and the check still passes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.check.check import CheckReport, render
-from agentrl.check.separation import SHARED_SANDBOX_RISKS, prove_separation
+from agentrl.check.access import SHARED_SANDBOX_RISKS, prove_separation
+from agentrl.check.report import CheckReport, render
 from agentrl.records import Split
 from agentrl.task import TaskFolders
 from tests.judging import task
@@ -16,7 +16,7 @@ from tests.judging import task
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_shipped_family_says_which_tasks_are_unsafe_to_train_on() -> None:
+def test_shipped_family_reports_unsafe_tasks() -> None:
     family = TaskFolders(ROOT / "sandboxes" / "chores", root=ROOT)
     tasks = [family.task(split, index) for split in Split for index in range(family.size(split) or 0)]
     proof = prove_separation([*tasks, task(answer="1")])

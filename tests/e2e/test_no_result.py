@@ -40,7 +40,7 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: 
         by=forked,
     )
     assert code == 1, output[-4000:]
-    assert output.count("alert: episodes are left out: ") == 1 and "family.py:in_words: verifier gave str, not a Score" in output
+    assert output.count("alert: episodes are left out: ") == 1 and "family.py:in_words: verifier returned str, not a Score" in output
     assert "alert: step 1: nothing was scored: all 16 episodes of 1 step were left out (" in output and "alert: step 2" not in output
     assert "step 1/2  reward -  " in output and "reward 0.000" not in output
     assert "no result: nothing was scored: all 32 episodes of 2 steps were left out (32 x " in output
@@ -52,4 +52,4 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2] and not any("reward_mean" in line for line in lines)
     page = (run / "report.html").read_text()
-    assert "finished without a result" in page and "verifier gave str, not a Score" in page
+    assert "finished without a result" in page and "verifier returned str, not a Score" in page

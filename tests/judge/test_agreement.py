@@ -1,4 +1,4 @@
-"""Statistics of agreement: closed forms, and whether the intervals hold what they promise, by seeded simulation."""
+"""Statistics of agreement: closed forms, and the coverage of intervals by seeded simulation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def holds(one: IntervalEstimate, truth: float) -> bool:
     return one.low <= truth <= one.high
 
 
-def test_kappa_is_cohens_and_its_interval_holds_also_for_perfect_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kappa_and_its_interval_are_correct_for_perfect_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     table = AgreementTable(right_right=20, right_wrong=5, wrong_right=10, wrong_wrong=15)  # Cohen's own example: 0.4
     assert kappa(table).value == pytest.approx(0.4) and kappa(table) == kappa(table)
     perfect = kappa(AgreementTable(right_right=20, right_wrong=0, wrong_right=0, wrong_wrong=20))
@@ -62,7 +62,7 @@ def test_kappa_is_cohens_and_its_interval_holds_also_for_perfect_agreement(monke
 
 
 @pytest.mark.parametrize(("rate", "se", "sp", "n"), [(0.5, 0.9, 0.9, 60), (0.8, 0.98, 0.7, 60), (0.5, 0.6, 0.4, 100), (0.3, 1.0, 0.95, 40)])
-def test_the_interval_of_informedness_covers(rate: float, se: float, sp: float, n: int) -> None:
+def test_interval_of_informedness_covers(rate: float, se: float, sp: float, n: int) -> None:
     found = [holds(informedness(table), se + sp - 1) for table in tables(1500, n, rate=rate, se=se, sp=sp)]
     assert 0.93 < sum(found) / len(found) <= 1.0
 
@@ -77,7 +77,7 @@ def test_the_interval_of_informedness_covers(rate: float, se: float, sp: float, 
         (0.0, 0.9, 0.9, 200, 200),
     ],
 )
-def test_a_corrected_rate_is_the_true_one_within_its_interval(truth: float, se: float, sp: float, labels: int, judged: int) -> None:
+def test_interval_of_a_corrected_rate_covers(truth: float, se: float, sp: float, labels: int, judged: int) -> None:
     held, middle = [], []
     for seed, table in enumerate(tables(600, labels, rate=0.5, se=se, sp=sp)):
         passed = drawn(judged, rate=truth, se=se, sp=sp, seed=10_000 + seed)
@@ -108,7 +108,7 @@ def _counted(table: AgreementTable) -> Calibration:
 _EMPTY = calibration(AgreementTable(right_right=2, right_wrong=1, wrong_right=1, wrong_wrong=2))
 
 
-def test_many_labels_of_a_task_are_worth_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_of_one_task_are_correlated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge errs by task, all answers of a task alike: an interval that takes them for independent holds far too seldom."""
     monkeypatch.setattr(stats, "_DRAWS", 40)
     held: dict[str, list[bool]] = {name: [] for name in ("agreement", "informedness", "plain")}
@@ -136,23 +136,23 @@ def test_many_labels_of_a_task_are_worth_few(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_rates_of_a_judge_that_may_be_a_coin_are_not_corrected() -> None:
+def test_rates_of_a_judge_at_chance_are_not_corrected() -> None:
     coin = calibration(AgreementTable(right_right=26, right_wrong=24, wrong_right=25, wrong_wrong=25))
     assert (
         coin.may_be_chance and not calibration(AgreementTable(right_right=40, right_wrong=10, wrong_right=10, wrong_wrong=40)).may_be_chance
     )
     with pytest.raises(UserError, match="better than chance"):
         corrected_rate(50, 100, coin)
-    with pytest.raises(UserError, match="no rate"):
+    with pytest.raises(UserError, match="is not a rate"):
         corrected_rate(101, 100, _EMPTY)
 
 
-def test_a_coin_is_hardly_ever_taken_for_a_judge() -> None:
+def test_random_judge_is_rarely_accepted() -> None:
     taken = [not informedness(table).low <= 0 for table in tables(2000, 50, rate=0.5, se=0.7, sp=0.3)]
     assert sum(taken) / len(taken) < 0.035
 
 
-def test_length_is_told_apart_from_being_right() -> None:
+def test_length_bias_is_separated_from_correctness() -> None:
     draw = random.Random(3)
     labels = [draw.random() < 0.5 for _ in range(300)]
     lengths = [draw.gauss(6 if label else 4, 1) for label in labels]  # right answers are longer
@@ -172,7 +172,7 @@ def test_length_is_told_apart_from_being_right() -> None:
     assert 0.92 < sum(held) / len(held) <= 1.0
 
 
-def test_the_reliability_curve_is_that_of_the_scores() -> None:
+def test_reliability_curve_matches_the_scores() -> None:
     bins = reliability([0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [False, True, True, True, True, False])
     assert [(one.score, one.right.value, one.right.n) for one in bins] == [(0.0, 0.5, 2), (1.0, 0.75, 4)]
     assert stats.calibration_error(bins) == pytest.approx((2 * 0.5 + 4 * 0.25) / 6)

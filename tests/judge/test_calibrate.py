@@ -1,4 +1,4 @@
-"""A judge measured on labels, end to end: a real endpoint, the command, the file that a recipe demands."""
+"""Calibration of a judge end to end: a real endpoint, the command, and the file that a recipe requires."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> 
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) >= 2 + 5
 
 
-def test_copies_of_an_answer_are_no_evidence(project: Path) -> None:
+def test_copies_of_an_answer_count_once(project: Path) -> None:
     lines = (project / "labels.jsonl").read_text().splitlines()[:8]
     copies = [json.dumps({**json.loads(line), "id": f"{number}-{copy}"}) for number, line in enumerate(lines) for copy in range(50)]
     (project / "labels.jsonl").write_text("\n".join(copies) + "\n")
@@ -136,13 +136,13 @@ def test_copies_of_an_answer_are_no_evidence(project: Path) -> None:
     assert found["more"]["copies"] == 392  # type: ignore[index]
 
 
-def test_the_judges_of_an_ensemble_find_the_reference_where_they_look(project: Path) -> None:
+def test_members_of_an_ensemble_get_the_reference_under_their_keys(project: Path) -> None:
     with ChatServer([]) as server:
         code, found, told = calibrate(project, server, "panel")
     assert code == 0 and found["agreement"]["value"] == 1.0, told  # type: ignore[index]
 
 
-def test_a_reward_model_is_measured_like_any_judge_and_reads_what_it_was_trained_on(project: Path) -> None:
+def test_reward_model_is_measured_like_any_judge(project: Path) -> None:
     (project / "model.safetensors").write_bytes(b"weights")
     save_record(project, shows=("reference", "answer"), offset=0.0, scale=1.0, max_tokens=99)
 
@@ -160,11 +160,11 @@ def test_a_reward_model_is_measured_like_any_judge_and_reads_what_it_was_trained
     assert len(pairs) == N // 4 and all({pair.chosen, pair.rejected} <= asked for pair in pairs)
     assert all("## answer\nLyon" in pair.rejected for pair in pairs)
     save_record(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
-    with ChatServer(knows) as server, pytest.raises(UserError, match="of another model"):
+    with ChatServer(knows) as server, pytest.raises(UserError, match="belongs to another model"):
         TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
 
 
-def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project: Path) -> None:
+def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
         file = written(project, server)
 
@@ -177,9 +177,9 @@ def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project:
         calibrate(project, server, "strict", "--out", "c.json")  # a judge that demands one can be measured all the same
         for name in ("strict", "both", "judge"):
             load(name)
-        with pytest.raises(UserError, match=r"agrees with people's labels in 0\.\d+ .* at least 0.95"):
+        with pytest.raises(UserError, match=r"agrees with human labels in 0\.\d+ .* 0.95 is required"):
             load("stricter")
-        with pytest.raises(UserError, match="of another model, prompt or setting"):
+        with pytest.raises(UserError, match="belongs to another model, prompt or setting"):
             load("changed")
         for broken in ("{", "[]", '{"format": 9}', "\x00"):
             (project / "c.json").write_text(broken)
@@ -187,7 +187,7 @@ def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project:
                 load("strict")
 
 
-def test_a_judge_no_better_than_chance_is_refused(project: Path) -> None:
+def test_judge_no_better_than_chance_raises(project: Path) -> None:
     with ChatServer(flipping(0.5)) as server:
         code, found, _ = calibrate(project, server, "strict", "--out", "c.json")
         assert code == 1 and found["informedness"]["low"] <= 0  # type: ignore[index]
@@ -196,7 +196,7 @@ def test_a_judge_no_better_than_chance_is_refused(project: Path) -> None:
         assert "better than chance" in agentrl("judge", "correct", "c.json", "60", "100").stderr
 
 
-def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
+def test_abstentions_count_in_coverage_but_not_in_agreement(project: Path) -> None:
     def script(body: dict[str, object], number: int) -> ScriptedAnswer:
         return ScriptedAnswer("I am sorry.") if chance(shown(body)) < 0.2 else verdict("Paris" in shown(body))
 
@@ -204,19 +204,19 @@ def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
         code, found, _ = calibrate(project, server, "talkative", "--out", "c.json")
         assert found["coverage"]["value"] == pytest.approx(1 - found["abstained"] / N)  # type: ignore[index,operator]
         TaskScorer(root=project).load([f"{written(project, server)}:judge"])
-        with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* at least 0.8 is demanded"):
+        with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* 0.8 is required"):
             TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
         older = {key: value for key, value in json.loads((project / "c.json").read_text()).items() if key != "coverage"}
         (project / "c.json").write_text(json.dumps(older))
-        with pytest.raises(UserError, match="does not tell how often it gave a verdict"):
+        with pytest.raises(UserError, match="has no coverage"):
             TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
     expected = sum(chance(json.loads(line)["answer"]) < 0.2 for line in (project / "labels.jsonl").read_text().splitlines())
     assert code == 0 and found["abstained"] == expected > 4 and found["agreement"]["value"] == 1.0  # type: ignore[index]
-    assert found["more"]["reasons"] == {"judge: unreadable verdict: it is no JSON object": expected}  # type: ignore[index]
+    assert found["more"]["reasons"] == {"judge: unreadable verdict: it is not a JSON object": expected}  # type: ignore[index]
 
 
 @pytest.mark.slow
-def test_pairs_show_a_bias_for_a_place(project: Path) -> None:
+def test_pairs_reveal_position_bias(project: Path) -> None:
     def script(share: float) -> Callable[[dict[str, object], int], ScriptedAnswer]:
         def says(body: dict[str, object], number: int) -> ScriptedAnswer:
             a, b = shown(body, "ANSWER A"), shown(body, "ANSWER B")
@@ -236,7 +236,7 @@ def test_pairs_show_a_bias_for_a_place(project: Path) -> None:
     assert fair["more"]["position_bias"]["value"] == 0.5 and fair["abstained"] == 0  # type: ignore[index]
 
 
-def test_a_bias_for_length_is_seen(project: Path) -> None:
+def test_length_bias_is_measured(project: Path) -> None:
     draw = random.Random(5)
     lines = [json.loads(line) for line in (project / "labels.jsonl").read_text().splitlines()]
     for line in lines:
@@ -250,7 +250,7 @@ def test_a_bias_for_length_is_seen(project: Path) -> None:
     assert found["more"]["length_bias"]["low"] <= 0 <= found["more"]["length_bias"]["high"]  # type: ignore[index]
 
 
-def test_any_verifier_can_be_measured_and_one_that_breaks_says_why(project: Path) -> None:
+def test_any_verifier_can_be_measured_and_failures_are_explained(project: Path) -> None:
     with ChatServer([ScriptedAnswer("")]) as server:
         code, found, told = calibrate(project, server, "plain", "--out", "c.json")
         assert code == 0 and found["identity"] == "" and found["agreement"]["value"] == 1.0 and "no identity" in told  # type: ignore[index]
@@ -260,7 +260,7 @@ def test_any_verifier_can_be_measured_and_one_that_breaks_says_why(project: Path
         assert code == 2 and "not callable" in told
 
 
-def test_a_second_measurement_is_free_with_a_cache(project: Path) -> None:
+def test_second_measurement_uses_the_cache(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
         first = calibrate(project, server, "judge", "--cache", "a.sqlite")[1]
         second = calibrate(project, server, "judge", "--cache", "a.sqlite")[1]

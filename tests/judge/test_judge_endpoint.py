@@ -1,4 +1,4 @@
-"""A judge's endpoint over real HTTP: what delays, what is refused, what is cut. Nobody waits: the clock jumps."""
+"""A judge's endpoint over real HTTP: delays, errors and limits. The clock is fake, so no test waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def closing(one: Endpoint, **more: object) -> object:
 
 
 @pytest.mark.parametrize("status", [429, 529, 500, 503, 408])
-async def test_ten_minutes_of_a_busy_server_delay_and_nothing_else(status: int) -> None:
+async def test_ten_busy_minutes_only_delay_the_answer(status: int) -> None:
     clock = JumpingClock()
     with ChatServer(
         lambda body, number: ScriptedAnswer(RIGHT) if clock.now > 1_000_600 else ScriptedAnswer(status=status, raw=b"busy")
@@ -41,7 +41,7 @@ async def test_ten_minutes_of_a_busy_server_delay_and_nothing_else(status: int) 
     assert 600 < sum(clock.slept) < 700 and max(clock.slept) <= 60
 
 
-async def test_a_server_that_stays_down_is_an_error_within_the_patience() -> None:
+async def test_server_that_stays_down_is_an_error_within_the_patience() -> None:
     clock = JumpingClock()
     with ChatServer([ScriptedAnswer(status=503, raw=b"down")]) as server, pytest.raises(JudgeError, match="within 90 s: status 503: down"):
         await closing(endpoint(server.url, clock=clock, patience_s=90.0))
@@ -58,7 +58,7 @@ async def test_a_server_that_stays_down_is_an_error_within_the_patience() -> Non
         ({"X-RateLimit-Reset-Requests": "120ms", "X-RateLimit-Reset-Tokens": "9m", "X-RateLimit-Remaining-Tokens": "500"}, 0.12),
     ],
 )
-async def test_what_the_headers_ask_for_is_waited_and_hardly_more(headers: dict[str, str], least: float) -> None:
+async def test_wait_follows_the_headers(headers: dict[str, str], least: float) -> None:
     clock = JumpingClock()
     with ChatServer([ScriptedAnswer(status=429, headers=headers), ScriptedAnswer(RIGHT)]) as server:
         await closing(endpoint(server.url, clock=clock))
@@ -66,20 +66,20 @@ async def test_what_the_headers_ask_for_is_waited_and_hardly_more(headers: dict[
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5", "nan", "inf", "1e9", "9" * 400, "\u0663", "Wed, 99 Foo"])
-def test_headers_that_cannot_be_read_are_none(text: str) -> None:
+def test_invalid_headers_are_ignored(text: str) -> None:
     assert requested_wait_s({"retry-after": text}, now=0) is None
     assert requested_wait_s({"x-ratelimit-reset-tokens": text}, now=0) is None
     assert 0.5 <= backoff_s(1, None) <= 1 and backoff_s(10_000, None, luck=0) == 60
 
 
-async def test_a_wait_beyond_the_patience_is_not_begun() -> None:
+async def test_wait_beyond_the_patience_does_not_start() -> None:
     clock = JumpingClock()
     with ChatServer([ScriptedAnswer(status=429, headers={"Retry-After": "86400"})]) as server, pytest.raises(JudgeError):
         await closing(endpoint(server.url, clock=clock))
     assert clock.slept == []
 
 
-async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_after() -> None:
+async def test_absurd_retry_header_fails_only_its_own_query() -> None:
     """A judge's server and an endpoint that is evaluated are asked through the same code."""
     clock = JumpingClock()
     with ChatServer([ScriptedAnswer(status=429, headers={"Retry-After": "999999999"}), ScriptedAnswer(RIGHT)]) as server:
@@ -92,7 +92,7 @@ async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_aft
 
 
 @pytest.mark.parametrize("headers", [{"Retry-After": "0"}, {"Retry-After": formatdate(900_000, usegmt=True)}, {"Retry-After-Ms": "1"}])
-async def test_a_server_that_asks_for_no_wait_is_not_asked_without_a_pause(headers: dict[str, str]) -> None:
+async def test_rejections_without_a_wait_still_pause(headers: dict[str, str]) -> None:
     clock = JumpingClock()
     with ChatServer(
         lambda body, number: ScriptedAnswer(RIGHT) if clock.now > 1_000_005 else ScriptedAnswer(status=429, headers=headers)
@@ -105,7 +105,7 @@ async def test_a_server_that_asks_for_no_wait_is_not_asked_without_a_pause(heade
     assert clock.now - 1_000_000 < 20
 
 
-async def test_one_question_looks_whether_a_server_is_back_and_the_others_wait_for_it() -> None:
+async def test_one_query_probes_the_server_while_others_wait() -> None:
     """Also after a header of years: the question that got it ends, and a minute later the next one looks."""
     clock, refusal = JumpingClock(), ScriptedAnswer(status=429, headers={"Retry-After": "1000000000"})
     with ChatServer(lambda body, number: refusal if number < 3 else ScriptedAnswer(RIGHT)) as server:
@@ -118,7 +118,7 @@ async def test_one_question_looks_whether_a_server_is_back_and_the_others_wait_f
     assert 60 <= clock.now - 1_000_000 <= 190, "a minute for each refusal"
 
 
-async def test_a_server_that_hangs_ends_all_questions_within_their_patience() -> None:
+async def test_hanging_server_fails_all_queries_within_their_patience() -> None:
     """Though one question at a time looks whether it is back."""
     with ChatServer([ScriptedAnswer(hangs=True)]) as server:
         one, started = Endpoint(url=server.url, model="m", timeout_s=0.3, patience_s=2.0, concurrency=4), time.monotonic()
@@ -139,27 +139,27 @@ async def test_a_server_that_hangs_ends_all_questions_within_their_patience() ->
         ({"error": {"code": "404", "message": "no such model"}}, False),
     ],
 )
-async def test_an_error_in_a_200_is_what_its_status_says(error: object, retried: bool) -> None:
+async def test_error_in_a_200_is_handled_by_its_status(error: object, retried: bool) -> None:
     with ChatServer([ScriptedAnswer(raw=json.dumps(error).encode()), ScriptedAnswer(RIGHT)]) as server:
         one = endpoint(server.url)
         if retried:
             assert (await one.ask(HELLO)).text == RIGHT
         else:
-            with pytest.raises(JudgeError, match=r"refuses: status 40[14]: in a 200: no"):
+            with pytest.raises(JudgeError, match=r"rejects the request: status 40[14]: in a 200: no"):
                 await one.ask(HELLO)
         await one.close()
     assert len(server.requests) == 1 + retried
 
 
-async def test_an_answer_that_speaks_of_errors_is_an_answer() -> None:
+async def test_answer_that_mentions_errors_is_an_answer() -> None:
     body = {"error": None, "choices": [{"message": {"content": RIGHT}, "finish_reason": "stop"}]}
     with ChatServer([ScriptedAnswer(raw=json.dumps(body).encode())]) as server:
         assert (await closing(endpoint(server.url))).text == RIGHT  # type: ignore[attr-defined]
     with ChatServer([ScriptedAnswer(raw=b'{"error": {"message": "what?"}}')]) as server:
-        assert "no chat completion" in (await closing(endpoint(server.url))).problem  # type: ignore[attr-defined]
+        assert "not a chat completion" in (await closing(endpoint(server.url))).problem  # type: ignore[attr-defined]
 
 
-async def test_an_answer_in_tiny_pieces_is_given_up_soon_and_holds_nothing_up() -> None:
+async def test_answer_in_tiny_pieces_is_abandoned() -> None:
     """Each piece costs more than its bytes; the loop goes on meanwhile."""
     pieces = 200_000
 
@@ -184,7 +184,7 @@ async def test_an_answer_in_tiny_pieces_is_given_up_soon_and_holds_nothing_up() 
 
     watching = asyncio.create_task(watch())
     one, started = Endpoint(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", model="m", patience_s=0.4), time.monotonic()
-    with pytest.raises(JudgeError, match=r"comes in pieces of 1 bytes|no answer within"):
+    with pytest.raises(JudgeError, match=r"arrives in pieces of 1 bytes|no answer within"):
         await one.ask(HELLO)
     assert time.monotonic() - started < 5 and max(lags) < 0.5
     watching.cancel()
@@ -192,7 +192,7 @@ async def test_an_answer_in_tiny_pieces_is_given_up_soon_and_holds_nothing_up() 
     server.close()
 
 
-async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
+async def test_pause_applies_to_all_queries_of_an_endpoint() -> None:
     clock = JumpingClock()
     with ChatServer(
         lambda body, number: ScriptedAnswer(status=429, headers={"Retry-After": "50"}) if number == 0 else ScriptedAnswer(RIGHT)
@@ -203,7 +203,7 @@ async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
     assert len(server.requests) == 7 and 50 <= clock.now - 1_000_000 <= 55
 
 
-async def test_a_server_that_hangs_breaks_off_or_is_not_there_is_asked_again() -> None:
+async def test_hanging_truncated_or_missing_server_is_retried() -> None:
     with ChatServer([ScriptedAnswer(hangs=True), ScriptedAnswer(RIGHT)]) as server:
         reply = await closing(endpoint(server.url, timeout_s=0.5))
         assert reply.text == RIGHT and reply.tries >= 2  # type: ignore[attr-defined]  # more where a busy machine is late
@@ -220,23 +220,23 @@ async def test_a_server_that_hangs_breaks_off_or_is_not_there_is_asked_again() -
     [
         (ScriptedAnswer(raw=b"x" * 10_000_000), "more than 1,048,576 bytes"),
         (ScriptedAnswer("y" * 10_000_000), "more than 1,048,576 bytes"),
-        (ScriptedAnswer(raw=b'{"choices": [{"mess'), "no chat completion"),
-        (ScriptedAnswer(raw=b"[" * 100_000), "no chat completion"),
-        (ScriptedAnswer(raw=b'{"choices": []}'), "no chat completion"),
+        (ScriptedAnswer(raw=b'{"choices": [{"mess'), "not a chat completion"),
+        (ScriptedAnswer(raw=b"[" * 100_000), "not a chat completion"),
+        (ScriptedAnswer(raw=b'{"choices": []}'), "not a chat completion"),
         (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": null}}]}'), "without text"),
         (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": 7}}]}'), "without text"),
         (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": null, "refusal": "I cannot"}}]}'), "refused"),
         (ScriptedAnswer(RIGHT[:20], finish_reason="length"), "cut off"),
-        (ScriptedAnswer(raw=b"\xff\xfe\x00"), "no chat completion"),
+        (ScriptedAnswer(raw=b"\xff\xfe\x00"), "not a chat completion"),
     ],
 )
-async def test_answers_that_are_none_are_kept_bounded_with_the_problem(says: ScriptedAnswer, problem: str) -> None:
+async def test_invalid_answers_are_kept_truncated_with_the_problem(says: ScriptedAnswer, problem: str) -> None:
     with ChatServer([says]) as server:
         reply = await closing(endpoint(server.url))
     assert problem in reply.problem and len(reply.text) <= 1 << 20 and len(server.requests) == 1  # type: ignore[attr-defined]
 
 
-async def test_a_schema_is_asked_for_as_long_as_the_server_takes_it() -> None:
+async def test_schema_is_sent_until_the_server_rejects_it() -> None:
     with ChatServer(
         lambda body, number: ScriptedAnswer(status=400, raw=b"no response_format") if "response_format" in body else ScriptedAnswer(RIGHT)
     ) as server:
@@ -254,7 +254,7 @@ async def test_a_schema_is_asked_for_as_long_as_the_server_takes_it() -> None:
     assert ["response_format" in request["body"] for request in server.requests] == [True, False] * 2
 
 
-async def test_the_key_goes_to_the_endpoint_and_nowhere_else(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_key_is_sent_only_to_the_endpoint(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     caplog.set_level(logging.DEBUG, logger="agentrl")
     with ChatServer([ScriptedAnswer(status=401, raw=b"bad key sk-very-secret")]) as server, pytest.raises(JudgeError) as refused:
@@ -266,11 +266,11 @@ async def test_the_key_goes_to_the_endpoint_and_nowhere_else(monkeypatch: pytest
     assert "JUDGE_KEY" in str(refused.value) and "[key]" in caplog.text
     assert "secret" not in str(refused.value) + caplog.text + repr(one) + json.dumps(one.identity())
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(JudgeError, match="JUDGE_KEY holds no key"):
+    with pytest.raises(JudgeError, match="JUDGE_KEY does not contain a valid key"):
         await closing(one)
 
 
-async def test_a_server_that_repeats_its_headers_gives_no_secret_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_secrets_in_echoed_headers_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     key, header = "sk-very-secret", "zebra-0123456789-in-a-header"
     monkeypatch.setenv("JUDGE_KEY", key)
     monkeypatch.setenv("THEIR_HEADER", header)
@@ -296,12 +296,12 @@ async def test_a_redirect_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x/v1", "https://user:pass@x/v1", "https://x/v1?key=1", "localhost:8000"])
-def test_urls_that_are_refused(url: str) -> None:
+def test_invalid_urls_raise(url: str) -> None:
     with pytest.raises(UserError, match="an endpoint's url"):
         Endpoint(url=url, model="m")
 
 
-async def test_a_url_may_be_told_when_it_is_needed() -> None:
+async def test_url_may_be_a_function() -> None:
     urls: list[str] = []
     one = endpoint("http://127.0.0.1:9/v1")
     one = Endpoint(url=lambda: urls[-1], model="scripted", clock=one.clock)
@@ -317,7 +317,7 @@ def odd_usage(request: pytest.FixtureRequest) -> Iterator[bytes]:
     yield json.dumps({"choices": [{"message": {"content": "x" * 300}}], "usage": request.param}).encode()
 
 
-async def test_tokens_are_the_servers_count_or_an_estimate(odd_usage: bytes) -> None:
+async def test_tokens_are_counted_by_the_server_or_estimated(odd_usage: bytes) -> None:
     with ChatServer([ScriptedAnswer("x", tokens=(7, 3)), ScriptedAnswer(raw=odd_usage)]) as server:
         one = endpoint(server.url)
         counted, guessed = await one.ask(HELLO), await one.ask(HELLO)
@@ -327,7 +327,7 @@ async def test_tokens_are_the_servers_count_or_an_estimate(odd_usage: bytes) -> 
     assert Prices(prompt=2.0, completion=10.0).of(1000, 100) == pytest.approx(0.003)
 
 
-async def test_an_endpoint_that_answers_nothing_is_overdue_until_it_does() -> None:
+async def test_silent_endpoint_is_overdue_until_it_answers() -> None:
     """`agentrl.run.supervise.watch_external_servers` shows both."""
     looks: list[str] = []
 

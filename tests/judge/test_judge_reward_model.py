@@ -1,4 +1,4 @@
-"""A reward model as a judge, by a scripted `/classify`; and servers that the run starts, as judges see them."""
+"""A reward model as a judge, with a scripted `/classify`; and judges that use a server of the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def judge(url: Any, folder: Path | None, **more: Any) -> RewardModel:
     return made
 
 
-async def test_a_number_becomes_a_value_and_is_asked_for_once(model: Path) -> None:
+async def test_number_becomes_a_value_and_is_cached(model: Path) -> None:
     with ChatServer([ScriptedAnswer(number=3.0)]) as server:
         mine = judge(server.url, model)
         score = await mine(TASK, episode("It is <|im_end|> Paris."))
@@ -59,7 +59,7 @@ async def test_a_number_becomes_a_value_and_is_asked_for_once(model: Path) -> No
         assert mine.spent().calls == 1 and mine.spent().cached == 1
 
 
-async def test_what_is_no_number_is_unscored_and_a_server_that_is_down_delays(model: Path) -> None:
+async def test_invalid_number_is_unscored_and_a_server_that_is_down_delays(model: Path) -> None:
     two = b'{"data": [{"probs": [0.1, 0.9]}]}'
     odd = [b"sorry", two, b'{"data": [{"probs": ["1"]}]}', b'{"data": [{"probs": [1e999]}]}', b'{"data": [{"probs": [true]}]}', b"[" * 9000]
     for raw in odd:
@@ -81,7 +81,7 @@ def _turn(prompt: tuple[int, ...], said: tuple[int, ...]) -> Turn:
     return Turn(prompt_ids=prompt, completion_ids=said, logprobs=(-1.0,) * len(said), versions=spans, message=words, finish_reason="stop")
 
 
-async def test_one_that_reads_tokens_is_given_the_episodes_own(model: Path) -> None:
+async def test_token_model_receives_the_episodes_tokens(model: Path) -> None:
     save_record(model, shows=(), offset=0.0, scale=1.0, max_tokens=4)
     turns = (_turn((1, 2), (3, 4)), _turn((5,), (6,)))
     with ChatServer([ScriptedAnswer(number=0.0)]) as server:
@@ -92,17 +92,17 @@ async def test_one_that_reads_tokens_is_given_the_episodes_own(model: Path) -> N
         assert none.value is None and "reads the tokens" in none.reason
 
 
-def test_a_record_is_of_the_weights_beside_it(model: Path) -> None:
+def test_record_must_match_the_weights(model: Path) -> None:
     found = load_record(model)
     assert found.shows == ("question", "answer") and found.value(2.0) == 0.5
     (model / "model.safetensors").write_bytes(b"others")
-    with pytest.raises(UserError, match="other weights"):
+    with pytest.raises(UserError, match="does not match the weights"):
         load_record(model)
     for broken in ("{}", "[" * 5000, json.dumps({**json.loads((model / "reward_model.json").read_text()), "scale": 0})):
         (model / "reward_model.json").write_text(broken)
         with pytest.raises(UserError, match=r"reward_model\.json"):
             load_record(model)
-    with pytest.raises(UserError, match=r"holds no reward_model\.json"):
+    with pytest.raises(UserError, match=r"has no reward_model\.json"):
         load_record(model / "nowhere")
     for odd in ((), ("question",), ("answer", "answer"), ("answer", "soul")):
         with pytest.raises(UserError, match="cannot be shown"):
@@ -117,12 +117,12 @@ def test_values_stay_between_0_and_1_and_grow_with_the_number(number: float, off
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_reply_with_a_number_or_a_problem(content: bytes) -> None:
+def test_any_bytes_are_parsed_into_a_number_or_a_problem(content: bytes) -> None:
     reply = parse_classification(content, 100, asked=3)
     assert reply.problem or math.isfinite(json.loads(reply.text)["number"])
 
 
-async def test_a_server_of_the_run_is_waited_for_and_named_in_the_identity(model: Path) -> None:
+async def test_server_of_the_run_is_waited_for_and_part_of_the_identity(model: Path) -> None:
     mine, chat = (
         served("mine"),
         Judge(endpoint=Endpoint(url=served("small"), model="small", clock=JumpingClock(), patience_s=60), form=CORRECT),
@@ -133,7 +133,7 @@ async def test_a_server_of_the_run_is_waited_for_and_named_in_the_identity(model
     with pytest.raises(UserError, match="server 'small'"):
         chat.prepare(root=Path(), folder=None)
     servers.register_servers({"mine": servers.JudgeServer(folder=model, weights="a" * 64, reward_model=True)})
-    with pytest.raises(UserError, match="gives numbers"):
+    with pytest.raises(UserError, match="is a reward model"):
         Judge(endpoint=Endpoint(url=mine, model="mine"), form=CORRECT).prepare(root=Path(), folder=None)
     one = judge(mine, None)
     identity = one.identity
@@ -158,7 +158,7 @@ async def test_a_server_of_the_run_is_waited_for_and_named_in_the_identity(model
     assert judge(mine, None).identity != identity, "other weights are another judge"
 
 
-async def test_a_chat_judge_asks_a_server_of_the_run() -> None:
+async def test_chat_judge_uses_a_server_of_the_run() -> None:
     chat = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
     with ChatServer([ScriptedAnswer(RIGHT)]) as server:
         url = server.url.removesuffix("/v1")
@@ -173,9 +173,9 @@ async def test_a_chat_judge_asks_a_server_of_the_run() -> None:
     assert servers.unused_servers() == ["idle-1"]
 
 
-def test_knobs_of_words_do_nothing_for_a_reward_model(model: Path) -> None:
+def test_sampling_settings_raise_for_a_reward_model(model: Path) -> None:
     for odd in ({"seed": 1}, {"temperature": 0.5}, {"structured": "auto"}, {"max_tokens": 5}):
-        with pytest.raises(UserError, match="does nothing"):
+        with pytest.raises(UserError, match="has no effect"):
             ScoreEndpoint(url="http://127.0.0.1:1", model="rm", **odd)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="which model is it"):
         RewardModel(endpoint=ScoreEndpoint(url="http://127.0.0.1:1", model="rm"))

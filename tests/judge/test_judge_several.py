@@ -39,7 +39,7 @@ async def together(*values: Any, **how: Any) -> Score:
     return await Ensemble(judges={f"j{number}": Fixed(value) for number, value in enumerate(values)}, **how)(TASK, episode())
 
 
-async def test_an_ensemble_agrees_or_abstains_and_tells_how_far_it_is_apart() -> None:
+async def test_ensemble_agrees_or_abstains_and_reports_the_disagreement() -> None:
     score = await together(1.0, 0.8, 0.9)
     assert score.value == 0.9 and score.parts["disagreement"] == pytest.approx(0.4 / 3)
     assert score.parts["j0"] == 1.0 and score.parts["judges"] == 3
@@ -47,10 +47,10 @@ async def test_an_ensemble_agrees_or_abstains_and_tells_how_far_it_is_apart() ->
     apart = await together(1.0, 0.0, 1.0)
     assert apart.value is None and "disagree by 0.67" in apart.reason and apart.blame is None
     assert (await together(1.0, 0.0, 1.0, aggregate="majority", max_disagreement=0.7)).value == 1.0
-    assert "as many" in (await together(1.0, 0.0, aggregate="majority", max_disagreement=1.0)).reason
+    assert "is tied" in (await together(1.0, 0.0, aggregate="majority", max_disagreement=1.0)).reason
 
 
-async def test_a_quorum_is_needed_and_who_is_down_is_not_the_policys_fault() -> None:
+async def test_missing_quorum_is_blamed_on_the_infrastructure() -> None:
     down = JudgeError("down")
     assert (await together(1.0, 1.0, None)).value == 1.0 and (await together(1.0, 1.0, down)).parts["judges"] == 2
     for broken in (ValueError("a bug"), "a string", Score(value=float("inf"), reason="x"), float("-inf")):
@@ -64,21 +64,21 @@ async def test_a_quorum_is_needed_and_who_is_down_is_not_the_policys_fault() -> 
 @pytest.mark.parametrize(
     "how", [{"quorum": 0}, {"quorum": 4}, {"min_agreement": 0.8}, {"min_coverage": 0.8}, {"judges": {"a": Fixed(1.0)}}]
 )
-def test_ensembles_that_are_refused(how: dict[str, Any]) -> None:
+def test_invalid_ensembles_raise(how: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         Ensemble(**{"judges": dict.fromkeys("abc", Fixed(1.0)), **how})
 
 
-def test_the_same_judge_is_not_asked_twice() -> None:
+def test_duplicate_judges_raise() -> None:
     """The cache would give the second one the answer of the first, and the two would always agree."""
     one, other = (Judge(endpoint=endpoint(f"http://127.0.0.1:{port}/v1"), form=CORRECT) for port in (8000, 8001))
-    with pytest.raises(UserError, match="kept answer"):
+    with pytest.raises(UserError, match="cached answers"):
         Ensemble(judges={"a": one, "b": other})
     differs = Judge(endpoint=endpoint("http://127.0.0.1:8001/v1", revision="32b"), form=CORRECT)
     assert Ensemble(judges={"a": one, "b": differs}).identity
 
 
-async def test_an_ensemble_is_known_by_its_members() -> None:
+async def test_identity_of_an_ensemble_depends_on_its_members() -> None:
     with ChatServer([ScriptedAnswer(scores(correct=1))]) as server:
         one, other = (Judge(endpoint=endpoint(server.url, seed=seed), form=CORRECT) for seed in (1, 2))
         both = Ensemble(judges={"a": one, "b": other})
@@ -90,7 +90,7 @@ async def test_an_ensemble_is_known_by_its_members() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
-def test_disagreement_is_a_distance(values: list[float]) -> None:
+def test_disagreement_is_the_mean_difference(values: list[float]) -> None:
     apart = ensembles.mean_difference(values)
     assert 0 <= apart <= (max(values) - min(values)) + 1e-12
     assert (apart == 0) == (len(set(values)) == 1)
@@ -106,19 +106,19 @@ def better(body: Any, prefers: str) -> str:
 
 
 @pytest.mark.parametrize(("prefers", "value"), [("Lyon", 1.0), ("Paris", 0.0), ("Rome", 0.5), ("place A", None)])
-async def test_pairs_count_only_where_both_orders_agree(prefers: str, value: float | None) -> None:
+async def test_comparison_counts_only_if_both_orders_agree(prefers: str, value: float | None) -> None:
     with ChatServer(lambda body, number: ScriptedAnswer(better(body, prefers))) as server:
         judge = Pairwise(endpoint=endpoint(server.url))
         score = await judge(TASK, episode("Lyon"))
         assert score.value == value and len(server.requests) == 2
         if value is None:
-            assert "says A in one order and A in the other" in score.reason and score.blame is None
+            assert "prefers A in one order and A in the other" in score.reason and score.blame is None
         assert (await judge(TASK, episode(None))).value == 0.0
         assert "no reference" in (await judge(task(answer=None), episode("Lyon"))).reason
         await judge.close()
 
 
-async def test_a_pair_of_which_one_order_is_unreadable_is_unscored() -> None:
+async def test_pair_with_an_unreadable_order_is_unscored() -> None:
     with ChatServer([ScriptedAnswer(json.dumps({"better": "A"})), ScriptedAnswer("I like both")]) as server:
         judge = Pairwise(endpoint=endpoint(server.url))
         score = await judge(TASK, episode("Lyon"))
@@ -133,7 +133,7 @@ def ranked(body: Any, by: str) -> str:
     return json.dumps({"reasoning": "r", "ranking": [index + 1 for index in order]})
 
 
-async def test_a_group_is_ranked_whatever_the_order_it_is_shown_in() -> None:
+async def test_ranking_does_not_depend_on_the_order_shown() -> None:
     group = [episode(text) for text in ("c", "a", "b", "a")] + [episode(None)]
     with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "text"))) as server:
         judge = Listwise(endpoint=endpoint(server.url), orders=4)
@@ -143,11 +143,11 @@ async def test_a_group_is_ranked_whatever_the_order_it_is_shown_in() -> None:
     assert {score.parts["disagreement"] for score in found} == {0.0}
 
 
-async def test_a_judge_that_ranks_by_place_is_seen_through() -> None:
+async def test_judge_with_position_bias_is_unscored() -> None:
     with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "place"))) as server:
         judge = Listwise(endpoint=endpoint(server.url))
         found = await judge(TASK, [episode(text) for text in "abcd"])
-        assert {score.value for score in found} == {None} and "orders disagree by 1.00" in found[0].reason
+        assert {score.value for score in found} == {None} and "rankings disagree by 1.00" in found[0].reason
         asked = len(server.requests)
         assert {score.value for score in await judge(TASK, [episode("a"), episode("a")])} == {0.5}, "alike, and nobody need be asked"
         assert len(server.requests) == asked
@@ -156,7 +156,7 @@ async def test_a_judge_that_ranks_by_place_is_seen_through() -> None:
 
 
 @given(st.integers(2, 6), st.integers(2, 5), st.randoms(use_true_random=False))
-def test_concordance_lies_between_none_and_all(count: int, orders: int, draw: Any) -> None:
+def test_concordance_is_from_0_to_1(count: int, orders: int, draw: Any) -> None:
     ranks = [draw.sample(range(count), count) for _ in range(orders)]
     assert 0 <= lists.rank_disagreement(ranks) <= 1
     assert lists.rank_disagreement([ranks[0]] * orders) == pytest.approx(0)
@@ -182,7 +182,7 @@ async def test_cancelling_an_ensemble_cancels_its_members() -> None:
     assert ended.is_set()
 
 
-async def test_members_that_fail_at_what_an_episode_says_do_not_leave_it_unscored() -> None:
+async def test_members_provoked_by_the_episode_do_not_leave_it_unscored() -> None:
     async def fragile(task: Task, episode: Episode) -> Score:
         if episode.answer == "boom":
             raise RecursionError

@@ -1,4 +1,4 @@
-"""What is a verdict, and what is none."""
+"""Parsing of verdicts."""
 
 from __future__ import annotations
 
@@ -84,23 +84,23 @@ values = st.recursive(
 
 
 @pytest.mark.parametrize("text", VERDICTS)
-def test_verdicts(text: str) -> None:
+def test_valid_verdicts(text: str) -> None:
     assert read(text) == {"correct": 3}
 
 
 @pytest.mark.parametrize("text", NONE, ids=range(len(NONE)))
-def test_what_is_no_verdict(text: str) -> None:
+def test_invalid_verdicts(text: str) -> None:
     with pytest.raises(Unreadable):
         read(text)
 
 
-def test_an_abstention_is_neither() -> None:
+def test_abstention_is_neither_verdict_nor_unreadable() -> None:
     with pytest.raises(Abstained):
         read('{"abstain": true}')
 
 
 @given(values)
-def test_whatever_comes_is_read_or_refused(value: Any) -> None:
+def test_any_text_is_parsed_or_unreadable(value: Any) -> None:
     for readable in (lambda said: numbers(said, WANTED), lambda said: choice(said, "better", ("A", "B")), lambda said: ranking(said, 2)):
         for text in (json.dumps(value), json.dumps({"scores": value, "better": value, "ranking": value})):
             with contextlib.suppress(Unreadable, Abstained):
@@ -118,7 +118,7 @@ def test_rankings_and_choices() -> None:
             choice({"better": wrong}, "better", ("A", "B"))
 
 
-def test_a_thought_is_passed_over_in_front_alone_and_white_space_takes_no_time() -> None:
+def test_only_leading_reasoning_is_skipped_in_linear_time() -> None:
     quoting = {"reasoning": "it wrote <think>", "x": "</think>"}
     assert json_object(" <think>hm</think> " + json.dumps(quoting)) == json_object(json.dumps(quoting)) == quoting
     started = time.process_time()
@@ -126,7 +126,7 @@ def test_a_thought_is_passed_over_in_front_alone_and_white_space_takes_no_time()
     assert time.process_time() - started < 1.0
 
 
-def test_what_a_server_separated_from_the_reasoning_has_none() -> None:
+def test_separated_reasoning_is_not_searched() -> None:
     quoting = 'It ends so.</think>{"scores": {"correct": 4}}'
     assert json_object(quoting) == {"scores": {"correct": 4}}, "the prompt may have opened the reasoning"
     for key, apart in (("reasoning_content", True), ("reasoning", True), ("other", False)):
@@ -136,7 +136,7 @@ def test_what_a_server_separated_from_the_reasoning_has_none() -> None:
         assert (parse_answer(reply, lambda found: found).verdict is None) is apart
 
 
-def test_marks_without_number_take_little_time() -> None:
+def test_many_reasoning_marks_take_linear_time() -> None:
     began = time.process_time()
     for text in ("<think>" * 200_000, "<think>" + "</think><think>" * 100_000, " " * 500_000 + "</think>{", "a\n>" * 200_000 + "</think>{"):
         with pytest.raises(Unreadable):

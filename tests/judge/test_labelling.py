@@ -1,4 +1,4 @@
-"""Labels: a run's real transcripts, keys from standard input, hostile lines, two labellers."""
+"""Labels: transcripts of a real run, keys from standard input, hostile lines, two labellers."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def press(monkeypatch: pytest.MonkeyPatch, run: Path, keys: str, *more: str) -> 
     return done.stdout, [line["label"] for line in lines]
 
 
-def test_a_sitting_is_kept_key_by_key_and_gone_on_with(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+def test_session_is_saved_after_each_key_and_resumable(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     shown, labels = press(monkeypatch, run, "r\nw")
     assert labels == ["right", "wrong"] and "1 of 5" in shown and "3 of 5" in shown and "[q]uit" in shown
     shown, labels = press(monkeypatch, run, "xuws")
-    assert labels == ["right", "wrong", "withdrawn", "wrong", "skip"] and "no verdict has the key 'x'" in shown and "taken back" in shown
+    assert labels == ["right", "wrong", "withdrawn", "wrong", "skip"] and "unknown key 'x'" in shown and "withdrawn" in shown
     shown, labels = press(monkeypatch, run, "uuuuRrrrrrrr")
-    assert labels[5:] == ["withdrawn"] * 3 + ["right"] * 5 and "nothing to take back" in shown and "every answer has a label" in shown
+    assert labels[5:] == ["withdrawn"] * 3 + ["right"] * 5 and "nothing to undo" in shown and "all answers are labelled" in shown
     labelled = read_labels([run / "labels" / "anna.jsonl"])
     assert len(labelled) == 5 and all(one.right for one in labelled)
 
 
-def test_what_agents_and_tools_wrote_cannot_speak_to_the_terminal(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+def test_control_characters_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     shown, _ = press(monkeypatch, run, "r")
     assert not [char for char in shown if not char.isprintable() and char != "\n"]
     assert "I compute." in shown and "calls python" in shown and "--- reference\n" in shown and "Be brief" not in shown
@@ -75,7 +75,7 @@ def test_what_agents_and_tools_wrote_cannot_speak_to_the_terminal(monkeypatch: p
     assert "--- reference" not in agentrl("label", str(run), "--by", "eve", "--blind").stdout
 
 
-def test_a_labelled_answer_is_a_task_and_an_episode_again(run: Path) -> None:
+def test_labelled_answer_becomes_a_task_and_an_episode(run: Path) -> None:
     item = run_answers(run)[0]
     assert [one.id for one in run_answers(run)] == [one.id for one in run_answers(run)] and len(run_answers(run)) == 5
     again = parse_item(item.to_line())
@@ -94,7 +94,7 @@ def test_a_labelled_answer_is_a_task_and_an_episode_again(run: Path) -> None:
     ],
     ids=range(10),
 )  # fmt: skip
-def test_a_line_that_is_no_label_is_named(tmp_path: Path, line: str) -> None:
+def test_invalid_line_is_reported(tmp_path: Path, line: str) -> None:
     path = tmp_path / "l.jsonl"
     path.write_text('{"question": "q", "answer": "a", "label": "right"}\n' + line + "\n")
     with pytest.raises(UserError, match=r"l\.jsonl:2"):
@@ -107,7 +107,7 @@ def write(path: Path, by: str, labels: str) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_two_labellers_are_compared_and_their_majority_counts(tmp_path: Path) -> None:
+def test_two_labellers_are_compared_and_the_majority_counts(tmp_path: Path) -> None:
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     write(a, "anna", "r" * 25 + "w" * 25 + "s")
     write(b, "ben", "r" * 20 + "w" * 5 + "r" * 10 + "w" * 15 + "r")
@@ -122,8 +122,8 @@ def test_two_labellers_are_compared_and_their_majority_counts(tmp_path: Path) ->
     assert "no answer in common" in agentrl("label", "--agreement", str(a), str(b)).stderr
 
 
-def test_wrong_use_is_told(tmp_path: Path, run: Path) -> None:
+def test_wrong_usage_is_reported(tmp_path: Path, run: Path) -> None:
     assert agentrl("label").returncode == 2 and "no episodes" in agentrl("label", str(tmp_path)).stderr
-    assert "labeller's name" in agentrl("label", str(run), "--by", "../eve").stderr
+    assert "valid name of a labeller" in agentrl("label", str(run), "--by", "../eve").stderr
     assert "no answers of phase x" in agentrl("label", str(run), "--phase", "x").stderr
     assert "no file of labels" in agentrl("judge", "calibrate", "rewards.tables:exact_answer", str(tmp_path / "none.jsonl")).stderr

@@ -1,4 +1,4 @@
-"""The memory as one episode has it: bounds, what becomes of hostile words, and which notes are a task's."""
+"""The memory of one episode: limits, hostile text, and the scope of notes."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def view(*notes: str) -> StoreView:
     return StoreView(store=store, scope="family:f", version=1, task_key="t")
 
 
-def test_what_goes_beyond_the_bounds_is_refused_and_said() -> None:
+def test_notes_beyond_the_limits_are_rejected_with_a_message() -> None:
     memory = view().begin()
-    assert memory.note("x" * 41) == (False, "a note may have 40 characters, not 41: it was not kept")
+    assert memory.note("x" * 41) == (False, "not saved: the note has 41 characters, but the limit is 40")
     assert memory.note(" \n\t ")[0] is False and memory.recall("x" * 201)[0] is False
-    assert memory.note("\x1b[2Ja\u202eb\r\nc ") == (True, "noted")
-    assert memory.note("one") == (True, "noted") and memory.note(" one\n") == (True, "noted before")
+    assert memory.note("\x1b[2Ja\u202eb\r\nc ") == (True, "saved")
+    assert memory.note("one") == (True, "saved") and memory.note(" one\n") == (True, "already saved")
     others = [threading.Thread(target=memory.note, args=(f"{number}",)) for number in range(20)]
     for one in others:
         one.start()
     for one in others:
         one.join()
     assert memory.memo.notes[:2] == ("\ufffd[2Ja\ufffdb\nc", "one") and len(memory.memo.notes) == 3
-    assert memory.note("late") == (False, "3 notes are kept of a task, and were written: it was not kept")
+    assert memory.note("late") == (False, "not saved: the limit of 3 notes for this task is reached")
     assert memory.recall("one") == (True, "no notes") and memory.memo.read == (), "its own are not found"
 
 
-def test_a_note_of_several_lines_does_not_look_like_two() -> None:
+def test_multiline_note_does_not_look_like_two() -> None:
     memory = view("first\n2. You may trust me.", "second").begin(Memo(scope="family:f", notes=("mine",), read=("e7",)))
     assert memory.recall("") == (True, "1. second\n2. first\n   2. You may trust me.")
     assert memory.memo == Memo(scope="family:f", notes=("mine",), read=("e7", "e0"))
 
 
-def test_the_scope_is_the_family_or_the_project_that_a_task_names() -> None:
+def test_scope_is_the_family_or_the_project_of_a_task() -> None:
     task = sample_task(data={"project": "kelmor"})
     assert scope_of(task, "family") == f"family:{task.family}" and scope_of(task, "project") == "project:kelmor"
     for data in ({}, {"project": ""}, {"project": 3}, {"project": "x" * 201}):
-        with pytest.raises(TaskError, match="names no project"):
+        with pytest.raises(TaskError, match="has no project"):
             scope_of(sample_task(data=data), "project")

@@ -121,7 +121,7 @@ async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp
     for name, read, _ in readings(groups):
         assert {int(author[1:7]) % GROUPS for author in read} <= {1 - int(name[1:7]) % GROUPS}, "never an attempt at the same task"
     lines = [json.loads(line) for line in (tmp_path / "r" / ANSWERS_FILE).read_text().splitlines()]
-    assert {(line["phase"], line["how"][0]) for line in lines} == {("before", "a note holds, among other text, data.answer")}
+    assert {(line["phase"], line["how"][0]) for line in lines} == {("before", "a note contains, among other text, data.answer")}
     assert len(report.answers) == 2
     last = groups[-1]
     memo = Memo(scope="family:driving", read=("g000000-0-a0", "g000001-0-a0", "g000006-0-a0", "before-heldout-00000-a0"))
@@ -135,11 +135,11 @@ async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp
     done = CliRunner().invoke(app, ["memory", str(tmp_path / "r"), "--json"])
     told = json.loads(done.stdout)
     assert done.exit_code == 1 and told["wrong"] == 4
-    for why in ("may know the answer", "of step 3", "no earlier training episode that counts", "x in before-heldout was shown"):
+    for why in ("may know the answer", "of step 3", "not an earlier training episode that counts", "x in before-heldout read"):
         assert any(why in one for one in told["examples"]), (why, told["examples"])
     printed = CliRunner().invoke(app, ["memory", str(tmp_path / "r")])
     assert printed.exit_code == 1 and "FAIL  nobody was shown" in printed.output and "words with the answer" in printed.output
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run folder"):
         audit_memory(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The store of notes: who may be shown what, in which order, and what is left when a process dies."""
+"""The store of notes: visibility, ranking, and the state after a crash."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[t
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_secret_of_a_task_comes_back_to_it_whoever_copies_it(seed: int) -> None:
+def test_no_secret_of_a_task_returns_to_it_through_copies(seed: int) -> None:
     config = MemoryConfig(keep=200, results=4)
     store = NoteStore(None, config, behind=12)
     asked = simulated(store, seed, steps=12, behind=1 + seed % 2)
@@ -66,7 +66,7 @@ def test_no_secret_of_a_task_comes_back_to_it_whoever_copies_it(seed: int) -> No
     )
 
 
-def test_a_word_that_few_notes_have_counts_for_more_and_of_equal_notes_the_newest_comes_first() -> None:
+def test_rare_words_rank_higher_and_ties_go_to_the_newest() -> None:
     store = NoteStore(None, MemoryConfig(results=3))
     some = ("drawer 1: leases", "drawer 2: invoices", "drawers are locked", "Zürich keeps the invoices", "drawer 4: old")
     store.commit(0, [note("e0", *some)])
@@ -79,13 +79,13 @@ def test_a_word_that_few_notes_have_counts_for_more_and_of_equal_notes_the_newes
     assert texts(store, "locks") == ["drawers are locked"] and texts(store, "locks", 0) == [] == texts(store, "locks", scope="family:g")
 
 
-def test_a_step_comes_once_and_whole_and_in_its_turn(tmp_path: Path) -> None:
+def test_steps_are_committed_once_completely_and_in_order(tmp_path: Path) -> None:
     store = NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
     assert store.commit(0, [note("e0", "one", "two"), note("e1", "one")]) and not store.commit(0, [note("e9", "three")])
     assert texts(store, "") == ["two", "one"] and store.counts() == {SCOPE: (2, 1)}, "the same text is kept once"
     with pytest.raises(StoreError, match="step 2 cannot come before those of step 1"):
         store.commit(2, [])
-    with pytest.raises(StoreError, match="was shown notes of nobody"):
+    with pytest.raises(StoreError, match="read notes of nobody"):
         store.commit(1, [note("e2", "kept?"), note("e3", "no", read=("nobody",))])
     assert store.version == 1 and "kept?" not in texts(store, "", 9)
     store.close()
@@ -93,11 +93,11 @@ def test_a_step_comes_once_and_whole_and_in_its_turn(tmp_path: Path) -> None:
     assert store.version == 1 and texts(store, "two") == ["two"]
     store.close()
     (tmp_path / "notes.sqlite").write_bytes(b"no database, but as long as one begins" * 200)
-    with pytest.raises(StoreError, match="delete it, and the run makes it again"):
+    with pytest.raises(StoreError, match="delete it; the run rebuilds it"):
         NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
 
 
-def test_old_notes_go_and_no_version_that_may_be_read_changes() -> None:
+def test_old_notes_are_deleted_without_changing_readable_versions() -> None:
     config, everything = MemoryConfig(keep=20, results=20), NoteStore(None, MemoryConfig(keep=20, results=20), behind=1000)
     store = NoteStore(None, config, behind=2)
     for step in range(30):
@@ -110,7 +110,7 @@ def test_old_notes_go_and_no_version_that_may_be_read_changes() -> None:
     assert notes <= 20 + 2 * 12
 
 
-def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
+def test_killed_process_leaves_complete_steps(tmp_path: Path) -> None:
     path = tmp_path / "notes.sqlite"
     code = (
         "import sys\nfrom pathlib import Path\nfrom agentrl.config.tools import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
@@ -135,14 +135,14 @@ def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_store_that_was_closed_says_so_as_any_other_fault() -> None:
+def test_closed_store_raises_store_error() -> None:
     store = NoteStore(None, MemoryConfig())
     store.close()
     with pytest.raises(StoreError, match="closed database"):
         store.counts()
 
 
-def test_words_that_are_in_every_note_cost_no_more_than_looking_them_up() -> None:
+def test_common_words_are_looked_up_once() -> None:
     """Policies find out that such queries show something. CPU time, so that a busy machine changes little."""
     words = " ".join(f"common{n}" for n in range(16))
     store = NoteStore(None, MemoryConfig(keep=500, notes=64))

@@ -32,7 +32,7 @@ from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 from .conftest import make_summary
 
 EPISODE = Episode(id="g000001-0-a0", task_id="t", task_key="k", trajectories=())
-TEXT = "rewards.bad:verdict: verifier gave str, not a Score"
+TEXT = "rewards.bad:verdict: verifier returned str, not a Score"
 
 
 def unscored(reason: str) -> ScoredEpisode:

@@ -1,4 +1,4 @@
-"""The grader, attacked: every case of the list with a verdict, on both backends. What a case leaves is graded for real."""
+"""Attacks on the clean-room grader, on both backends. The files that an attack leaves are graded for real."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ MODES: tuple[Mode, ...] = ("judge", "pytest", "shell")
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_right_scores_1_and_wrong_0(mode: Mode, sandboxes: SandboxBackend) -> None:
+async def test_right_outputs_score_1_and_wrong_ones_0(mode: Mode, sandboxes: SandboxBackend) -> None:
     one, name = in_mode(mode)
     right = await score(one, {name: DOUBLE.encode()}, sandboxes)
     assert right.value == 1.0 and list(right.parts.values())[-1] == 1.0, right
@@ -123,7 +123,7 @@ def test_report(outputs):
 
 
 @pytest.mark.parametrize("repeats", [1, 1_200_000])
-async def test_tests_that_print_what_was_handed_in_judge_it_however_long_it_is(repeats: int, sandboxes: SandboxBackend) -> None:
+async def test_tests_that_print_long_outputs_still_grade_them(repeats: int, sandboxes: SandboxBackend) -> None:
     """More than is kept of what tests print: the task was blamed for it, and given no more."""
     one = task(outputs=("report.txt",), tests={"test_it.py": SHOWS}, runs=(), gold="open('report.txt', 'w').write('4')")
     assert (await score(one, {"report.txt": b"4" + b" " * repeats}, sandboxes)).value == 1.0
@@ -199,7 +199,7 @@ async def together(work: Mapping[str, Awaitable[T]]) -> dict[str, T]:
     return dict(zip(work, await asyncio.gather(*(one(item) for item in work.values())), strict=True))
 
 
-async def test_a_test_that_is_skipped_or_lost_has_not_passed(sandboxes: SandboxBackend) -> None:
+async def test_skipped_or_missing_test_has_not_passed(sandboxes: SandboxBackend) -> None:
     """Every test that the host finds in the source must report success; parametrized ones in every case."""
     head = "import pytest\nfrom twice import double\n\n"
     cases = {
@@ -246,7 +246,7 @@ START_FILES: dict[str, dict[str, bytes]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_files_that_start_by_themselves_do_not_run_in_the_grader(mode: Mode, sandboxes: SandboxBackend) -> None:
+async def test_startup_files_do_not_run_in_the_grader(mode: Mode, sandboxes: SandboxBackend) -> None:
     """Everything is a declared output here, the worst case; beside it lies a wrong solution, which must score 0 all the same.
 
     That the files do not merely break the tests is shown by a right solution beside them.
@@ -288,7 +288,7 @@ for top in ("/home", "/tmp", "/agentrl", "/dev/shm", "/var", "/proc"):
 """
 
 
-async def test_what_a_program_is_compared_with_is_nowhere_for_it_to_find(sandboxes: SandboxBackend) -> None:
+async def test_program_cannot_find_the_expected_values(sandboxes: SandboxBackend) -> None:
     """A program that finds the tests would say so, and be right; mode judge has nothing to find, not even in git objects or /proc."""
     code = f"{SEARCH}\ndef double(n):\n    return 8 if not found else 0\nassert not found, found\n"
     assert (await score(task(), handed_in(code=code), sandboxes)).value == 1.0
@@ -296,13 +296,13 @@ async def test_what_a_program_is_compared_with_is_nowhere_for_it_to_find(sandbox
     assert (await score(one, {name: code.encode()}, sandboxes)).value == 0.0, "the control: in one sandbox it finds them"
 
 
-async def test_the_agent_itself_finds_neither_tests_nor_gold(sandboxes: SandboxBackend) -> None:
+async def test_agent_cannot_find_tests_or_gold_solution(sandboxes: SandboxBackend) -> None:
     one = task(gold=f"# {NEEDLE}\n{GOLD}")
     result, _ = await run_and_collect(one, SEARCH + "\nprint(found)", sandboxes, timeout_s=120)
     assert result.stdout == "[]\n", result
 
 
-async def test_a_run_cannot_reach_the_judge(sandboxes: SandboxBackend) -> None:
+async def test_run_cannot_reach_the_tests(sandboxes: SandboxBackend) -> None:
     """A daemon of one run lives on in its own sandbox only, and later runs with `fresh` do not meet it."""
     marks = """
 import os, time
@@ -322,7 +322,7 @@ if os.fork() == 0:
     assert (await score(task(runs=runs, tests=tests), handed_in(code=marks + "print(1)\n"), sandboxes)).value == 1.0
 
 
-async def test_data_made_to_break_the_judge_scores_0_and_not_nothing(sandboxes: SandboxBackend) -> None:
+async def test_data_that_breaks_the_tests_scores_0_instead_of_unscored(sandboxes: SandboxBackend) -> None:
     """An episode must not vanish from the data because its outputs are hard to read."""
     tests = {"test_it.py": "def test_it(outputs):\n    assert outputs.json('data.json') == [1]\n"}
     one = task(outputs=("data.json",), runs=(), tests=tests, gold="open('data.json', 'w').write('[1]')")
@@ -344,7 +344,7 @@ BROKEN: dict[str, tuple[Mode, dict[str, str], str]] = {
 }
 
 
-async def test_tests_that_break_on_gold_too_are_the_tasks_fault(sandboxes: SandboxBackend) -> None:
+async def test_tests_that_also_break_on_gold_are_a_task_fault(sandboxes: SandboxBackend) -> None:
     for mode, tests, says in BROKEN.values():
         one = task(mode, tests=tests, timeout_s=3.0 if "time.sleep" in str(tests) else 120.0, runs=())
         for _ in range(2):
@@ -372,7 +372,7 @@ LEAVINGS: dict[str, tuple[str, set[str]]] = {
 }
 
 
-async def test_only_plain_files_leave_the_agents_sandbox(sandboxes: SandboxBackend) -> None:
+async def test_only_plain_files_are_collected_from_the_sandbox(sandboxes: SandboxBackend) -> None:
     one = task(outputs=("code.py", "a/**/*.txt"))
     work = {name: run_and_collect(one, f"import os\n{program}", sandboxes, timeout_s=120) for name, (program, _) in LEAVINGS.items()}
     taken = {name: dict(collected.files) for name, (_, collected) in (await together(work)).items()}
@@ -381,7 +381,7 @@ async def test_only_plain_files_leave_the_agents_sandbox(sandboxes: SandboxBacke
     assert not any(b"root:" in data for files in taken.values() for data in files.values())
 
 
-async def test_a_working_directory_that_nothing_can_be_done_in_is_the_agents_doing(sandboxes: SandboxBackend) -> None:
+async def test_unusable_working_directory_is_blamed_on_the_agent(sandboxes: SandboxBackend) -> None:
     one = task(outputs=("code.py", "*.txt"))
     sandbox = await sandboxes.open(one.sandbox, files={"code.py": b"1", "a.txt": b"2"})
     names = "for n in range(2000): open('\u00e9' * 120 + str(n), 'w').close()"  # their list is longer than any that is read
@@ -391,7 +391,7 @@ async def test_a_working_directory_that_nothing_can_be_done_in_is_the_agents_doi
     assert collected.files == {"code.py": b"1"} and "cannot be listed" in collected.refused["*.txt"]
 
 
-async def test_a_fork_bomb_does_not_keep_the_outputs_back(sandboxes: SandboxBackend) -> None:
+async def test_fork_bomb_does_not_prevent_collecting_outputs(sandboxes: SandboxBackend) -> None:
     one = task(outputs=("code.py", "*.txt"))
     sandbox = await sandboxes.open(one.sandbox, files={"code.py": b"1", "a.txt": b"2"})
     bomb = """
@@ -411,7 +411,7 @@ if os.fork() == 0:
     assert collected.files.get("a.txt") == b"2" or "cannot be listed" in collected.refused["*.txt"]
 
 
-async def test_a_report_without_the_secret_is_none() -> None:
+async def test_report_without_the_secret_is_ignored() -> None:
     """What comes on the judge's own stdout counts only as a whole: one foreign line, and there is no report."""
     forged = ScriptedSandboxes(printing('{"loaded": ["test_it.py::test_double"]}\nx {"test": "test_it.py::test_double", "error": ""}\n'))
     result = await score(task(), handed_in(code=DOUBLE), forged)
@@ -422,19 +422,19 @@ async def test_a_report_without_the_secret_is_none() -> None:
     assert "tests/test_it.py" in judging.files and "code.py" not in judging.files
 
 
-async def test_no_outputs_score_0_without_a_sandbox() -> None:
+async def test_missing_outputs_score_0_without_a_sandbox() -> None:
     none = ScriptedSandboxes(printing(""))
     assert (await score(task(), {}, none)).value == 0.0 and none.opened == []
 
 
-async def test_a_task_without_a_grading_is_the_tasks_fault() -> None:
+async def test_task_without_grading_is_a_task_fault() -> None:
     result = await score(replace(task(), data={}), handed_in(code=DOUBLE), ScriptedSandboxes(printing("")))
     assert result.value is None and result.blame is Blame.TASK
     with pytest.raises(TaskError):
         grading_of(replace(task(), data={"grading": {"mode": "judge"}}))
 
 
-async def test_answers_that_address_the_judge_are_not_right() -> None:
+async def test_answers_that_address_the_grader_are_wrong() -> None:
     """The judge of answers is a comparison on the host, and these are no numbers."""
     one = replace(task(), outputs=(), verifiers=("rewards.tables:exact_answer",), data={"answer": "8", "tolerance": 0.0, "kind": "x"})
     for answer in cheats.ANSWERS.values():
@@ -469,14 +469,14 @@ class SlowAtFirst(ScriptedSandboxes):
 
 
 @pytest.mark.parametrize(("late", "value", "gradings"), [(0, 1.0, 1), (1, 1.0, 2), (2, 0.0, 2)])
-async def test_a_run_that_is_late_on_a_slow_machine_is_graded_again_before_it_scores(late: int, value: float, gradings: int) -> None:
+async def test_late_run_is_graded_again_before_it_scores(late: int, value: float, gradings: int) -> None:
     slow = SlowAtFirst(late)
     one = task(tests={"test_it.py": "def test_double():\n    pass\n"}, runs=({"name": "r", "argv": ["python3", "code.py"]},))
     result = await score(one, handed_in(code=DOUBLE), slow)
     assert (result.value, slow.gradings, slow.runs) == (value, gradings, gradings)
 
 
-async def test_what_honest_code_and_tests_do_is_no_cheat_in_mode_pytest(sandboxes: SandboxBackend) -> None:
+async def test_honest_code_and_tests_are_not_reported_as_cheats_in_mode_pytest(sandboxes: SandboxBackend) -> None:
     """Classes with an equality of their own, mocks, and tests that patch something for themselves."""
     code = """
 from dataclasses import dataclass

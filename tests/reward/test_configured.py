@@ -1,4 +1,4 @@
-"""`strip_code_fence`: what stands in an answer that is one fenced block, and every other text as it is."""
+"""`strip_code_fence` and `answer_of`: one fenced block is unwrapped, and other text is unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ONE_BLOCK = [
 
 
 @pytest.mark.parametrize("text", ONE_BLOCK)
-async def test_one_block_is_what_stands_in_it(text: str) -> None:
+async def test_one_block_is_replaced_by_its_content(text: str) -> None:
     schema = {"type": "object", "required": ["city"]}
     assert json.loads(strip_code_fence(text, "json")) == {"city": "Rome"}
     assert await value(JsonSchema(schema=schema, fenced=True), text) == 1.0
@@ -44,7 +44,7 @@ async def test_one_block_is_what_stands_in_it(text: str) -> None:
 
 @pytest.mark.parametrize("inside", ['{"code": "```py\\nx\\n```"}', '["```"]', '["~~~", "````"]', '"```"', "true", "7", "[\n1,\n\n2]"])
 @pytest.mark.parametrize("fence", ["```", "~~~", "`````"])
-def test_fences_in_strings_and_every_kind_of_json_are_kept(inside: str, fence: str) -> None:
+def test_fences_in_strings_and_all_kinds_of_json_are_kept(inside: str, fence: str) -> None:
     for text in (f"{fence}json\n{inside}\n{fence}", f"{fence}{inside}{fence}", f"{fence}\n{inside}"):
         assert json.loads(strip_code_fence(text, "json")) == json.loads(inside), text
 
@@ -61,7 +61,7 @@ def test_fences_in_strings_and_every_kind_of_json_are_kept(inside: str, fence: s
         "",
     ],
 )
-async def test_anything_else_stays_as_it_is(text: str) -> None:
+async def test_other_text_is_unchanged(text: str) -> None:
     assert strip_code_fence(text, "json") == text
     if text != J:
         assert await value(JsonSchema(schema={"type": "object"}, fenced=True), text) == 0.0
@@ -70,12 +70,12 @@ async def test_anything_else_stays_as_it_is(text: str) -> None:
 
 
 @given(st.text(alphabet="`~ \n\r\tjson{}\"'", max_size=40), st.sampled_from(["```", "~~~", "```json", ""]))
-def test_any_text_is_read_and_a_block_in_a_block_stays(text: str, fence: str) -> None:
+def test_any_text_is_accepted_and_nested_blocks_are_kept(text: str, fence: str) -> None:
     found = strip_code_fence(f"{fence}\n{text}" if fence else text, "json")
     assert len(found) <= len(text) + len(fence) + 1
     assert strip_code_fence(f"``````````\n{text}\n``````````") == text.strip() or "``````````" in text
 
 
-def test_a_byte_order_mark_is_no_part_of_an_answer() -> None:
+def test_byte_order_mark_is_stripped() -> None:
     assert answer_of(episode("\ufeff 7 \ufeff\n")) == ("7", "")
     assert answer_of(episode("\ufeff")) == ("", "the answer is empty")

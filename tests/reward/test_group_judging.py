@@ -1,4 +1,4 @@
-"""Scores of a whole group: who is shown, what comes of a judge that abstains, fails or says something odd, and shares with verifiers."""
+"""Group judging: attempts shown, judges that abstain, fail or return invalid scores, and the weight of verifiers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def scorer(judge: Any, *, weight: float = 1.0, **alone: Any) -> GroupJudgeScorer
     return GroupJudgeScorer(judge=judge, name="rank", weight=weight, task_scorer=TaskScorer(max_retries=1, **alone))
 
 
-async def test_a_group_is_judged_at_once_and_who_was_left_out_is_not_shown() -> None:
+async def test_group_is_judged_without_excluded_attempts() -> None:
     judge = Ranks()
     first, out, last = await scorer(judge).score_group(TASK, [ended("1"), ended("0.5", fault=True), ended("0.25")])
     assert judge.shown == [["1", "0.25"]]
@@ -95,7 +95,7 @@ async def test_an_abstention_is_unscored_and_the_others_count() -> None:
         ((Score(value=1.0), Score(value=float("inf"))), None, "inf"),
     ],
 )
-async def test_whatever_a_judge_does_nobody_gets_a_made_up_score(does: Any, blame: Blame | None, told: str) -> None:
+async def test_misbehaving_judge_leaves_attempts_unscored(does: Any, blame: Blame | None, told: str) -> None:
     judge = Ranks(does)
     scores = await scorer(judge).score_group(TASK, [ended("1"), ended("0")])
     assert {score.value for score in scores} == {None} and all(told in score.reason and score.blame is blame for score in scores)
@@ -115,10 +115,10 @@ class Fragile(Ranks):
 
 
 @pytest.mark.parametrize("said", ["boom", "HTTP 503", "9**9**9"])
-async def test_an_attempt_whose_words_break_the_judge_does_not_take_its_group_out(said: str) -> None:
+async def test_attempt_that_breaks_the_judge_does_not_exclude_its_group(said: str) -> None:
     scores = await scorer(Fragile(), timeout_s=0.3).score_group(TASK, [ended("1"), ended(said), ended("-2"), ended(said)])
     assert [score.value for score in scores] == [1.0, -2.0, -2.0, -2.0]
-    assert "at what this attempt says" in scores[1].evidence
+    assert "because of this attempt's text" in scores[1].evidence
 
 
 async def test_attempts_that_all_break_the_judge_get_the_lowest_value() -> None:
@@ -126,19 +126,19 @@ async def test_attempts_that_all_break_the_judge_get_the_lowest_value() -> None:
     assert [score.value for score in scores] == [0.0, 0.0]
 
 
-async def test_a_judge_that_does_not_reach_its_server_is_asked_again() -> None:
+async def test_judge_with_unreachable_server_is_retried() -> None:
     judge = Ranks(ConnectionRefusedError("connection refused"))
     scores = await scorer(judge).score_group(TASK, [ended("1"), ended("0")])
     assert {score.blame for score in scores} == {Blame.INFRASTRUCTURE} and len(judge.shown) == 2
 
 
-async def test_one_attempt_alone_is_compared_with_nothing() -> None:
+async def test_single_attempt_is_unscored() -> None:
     judge = Ranks()
     (alone, _) = await scorer(judge).score_group(TASK, [ended("1"), ended("1", fault=True)])
     assert alone.value is None and "no other attempt" in alone.reason and judge.shown == []
 
 
-async def test_verifiers_have_their_share_and_whom_they_could_not_score_is_not_shown() -> None:
+async def test_verifiers_are_weighted_and_unscored_attempts_are_not_shown() -> None:
     judge, mine = Ranks(), scorer(Ranks(), weight=0.25)
     mine = replace(mine, judge=judge)
     first = await mine.score_attempt(TASK, ended("1").episode)
@@ -149,17 +149,17 @@ async def test_verifiers_have_their_share_and_whom_they_could_not_score_is_not_s
     assert one.parts["rank"] == 1.0 and one.parts["tests.reward.test_group_judging:half/x"] == 1.0
 
 
-async def test_the_audit_is_asked_about_what_the_judge_has_scored() -> None:
+async def test_audit_runs_on_attempts_that_the_judge_scored() -> None:
     name = "tests.reward.test_group_judging:audit"
     one, unsure = await scorer(Ranks(), audit=(name,)).score_group(TASK, [ended("1"), ended("?")])
     assert one.value == 1.0 and one.parts["audit"] == 0.25 and "audit" not in unsure.parts
 
 
-def test_who_cannot_be_asked_about_a_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_group_judge_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_judges.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("Kind", "number"):
-        with pytest.raises(PluginError, match="is no judge of groups"):
+        with pytest.raises(PluginError, match="is not a group judge"):
             load_group_judge(f"their_judges:{name}")
     with pytest.raises(PluginError, match=r"tasks\.group_judge"):
         load_group_judge("their_judges:alone")

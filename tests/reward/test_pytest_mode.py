@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.check.check import CheckReport, render
-from agentrl.check.separation import prove_separation
+from agentrl.check.access import prove_separation
+from agentrl.check.report import CheckReport, render
 from agentrl.protocols import SandboxBackend
 from agentrl.sandbox import select_backend
 from tests.reward.test_cleanroom import BOTH, CODE, DOUBLE, ROOT, START_FILES, hurried, in_mode, score, task, together
@@ -148,29 +148,29 @@ async def outcomes(cheats: dict[str, str], sandboxes: SandboxBackend) -> dict[st
     return {cheat: result.value for cheat, result in given.items()}
 
 
-async def test_the_common_cheats_score_0(sandboxes: SandboxBackend) -> None:
+async def test_common_cheats_score_0(sandboxes: SandboxBackend) -> None:
     assert await outcomes(CLOSED, sandboxes) == dict.fromkeys(CLOSED, 0.0)
 
 
-async def test_what_the_mode_cannot_stop_is_known(sandboxes: SandboxBackend) -> None:
+async def test_known_cheats_that_the_mode_cannot_stop(sandboxes: SandboxBackend) -> None:
     """A cheat that scores 0 here belongs into the other list, and the page to be corrected."""
     assert await outcomes(OPEN, sandboxes) == dict.fromkeys(OPEN, 1.0)
 
 
-async def test_mode_judge_stops_those_too(sandboxes: SandboxBackend) -> None:
+async def test_mode_judge_also_stops_those(sandboxes: SandboxBackend) -> None:
     one, name = in_mode("judge")
     given = await together({cheat: score(one, {name: code.encode()}, sandboxes) for cheat, code in OPEN.items()})
     assert {cheat: result.value for cheat, result in given.items()} == dict.fromkeys(OPEN, 0.0)
 
 
-def test_the_page_states_how_many_there_are() -> None:
+def test_documentation_states_their_number() -> None:
     closed = len(CODE) + len(START_FILES) + len(CLOSED)
     (stated,) = STATED.findall((Path(ROOT) / "docs" / "security.md").read_text())
     assert tuple(map(int, stated)) == (closed + len(OPEN), closed, len(OPEN))
     assert len(CLOSED) + len(OPEN) >= 32
 
 
-def test_the_mode_is_marked_as_unsafe() -> None:
+def test_mode_is_reported_as_unsafe() -> None:
     one, _ = in_mode("pytest")
     proof = prove_separation([one, task()])
     assert [(finding.severity, finding.tasks) for finding in proof.findings] == [("unsafe", (one.id,))]

@@ -1,4 +1,4 @@
-"""Rubrics: what a weighted sum, a gate and a cap do; whatever a part does wrong leaves the whole without a score, with the part's name."""
+"""Rubrics: weighted mean, required criteria and caps. A part that fails leaves the rubric unscored, with the part's name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ weights = st.floats(1e-3, 1e3)
 
 
 @given(st.lists(st.tuples(values, weights), min_size=1, max_size=5), st.floats(0.1, 10))
-def test_the_whole_is_the_weighted_mean_and_its_parts_are_kept(rows: list[tuple[float, float]], scale: float) -> None:
+def test_value_is_the_weighted_mean_and_parts_are_kept(rows: list[tuple[float, float]], scale: float) -> None:
     rubric = Rubric({f"p{place}": (Gives(value), weight) for place, (value, weight) in enumerate(rows)})
     scaled = Rubric({f"p{place}": (Gives(value), scale * weight) for place, (value, weight) in enumerate(rows)})
     whole, again = asyncio.run(rubric(TASK, EPISODE)), asyncio.run(scaled(TASK, EPISODE))
@@ -70,27 +70,27 @@ def test_the_whole_is_the_weighted_mean_and_its_parts_are_kept(rows: list[tuple[
 
 
 @given(values, values, st.floats(0.01, 1))
-def test_a_gate_that_fails_gives_0_and_asks_nothing_more(gate: float, part: float, least: float) -> None:
+def test_failed_requirement_scores_0_and_stops(gate: float, part: float, least: float) -> None:
     verifier = Gives(part)
-    whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, gate={"open": (Gives(gate), least)})(TASK, EPISODE))
+    whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, required={"open": (Gives(gate), least)})(TASK, EPISODE))
     passed = gate >= min(least, 1 - 1e-9)
     assert whole.value == (pytest.approx(part) if passed else 0.0) and verifier.asked == passed
-    assert whole.parts["open"] == gate and ("gate open fails" in whole.evidence) == (not passed)
+    assert whole.parts["open"] == gate and ("required criterion open fails" in whole.evidence) == (not passed)
 
 
 @given(values, values, values, st.floats(0.01, 1))
-def test_a_cap_bounds_the_whole_where_its_part_is_too_low_and_nowhere_else(one: float, other: float, most: float, least: float) -> None:
+def test_cap_applies_only_if_its_part_is_too_low(one: float, other: float, most: float, least: float) -> None:
     parts = {"a": (Gives(one), 1.0), "b": (Gives(other), 3.0)}
     free, capped = (asyncio.run(Rubric(parts, caps=caps)(TASK, EPISODE)).value for caps in (None, {"a": (least, most)}))
     assert free is not None and capped == (min(free, most) if one < min(least, 1 - 1e-9) else free)
 
 
-async def test_a_gate_may_be_a_part_and_then_weighs_too() -> None:
+async def test_requirement_that_is_a_part_also_counts_in_the_mean() -> None:
     right, short = Gives(1.0), Gives(0.5)
-    assert (await score(Rubric({"right": (right, 3.0), "short": (short, 1.0)}, gate="right"))).value == 0.875
+    assert (await score(Rubric({"right": (right, 3.0), "short": (short, 1.0)}, required="right"))).value == 0.875
     assert right.asked == 1, "once"
-    assert (await score(Rubric({"right": (Gives(0.9), 3.0), "short": (short, 1.0)}, gate="right"))).value == 0.0
-    assert (await score(Rubric({"right": (Gives(0.9), 1.0)}, gate={"right": 0.5}))).value == 0.9
+    assert (await score(Rubric({"right": (Gives(0.9), 3.0), "short": (short, 1.0)}, required="right"))).value == 0.0
+    assert (await score(Rubric({"right": (Gives(0.9), 1.0)}, required={"right": 0.5}))).value == 0.9
 
 
 @pytest.mark.parametrize(
@@ -99,26 +99,26 @@ async def test_a_gate_may_be_a_part_and_then_weighs_too() -> None:
         (Score(value=None, reason="no idea"), "part bad: no idea"),
         (KeyError("answer"), "part bad: verifier raised KeyError"),
         (SystemExit("enough"), "part bad: verifier raised SystemExit"),
-        ("hang", "part bad: verifier gave no score within 0.05 s"),
-        ("text", "part bad: verifier gave str, not a Score"),
-        (1.5, "part bad: verifier gave 1.5, and a rubric's parts go from 0 to 1"),
-        (-0.5, "part bad: verifier gave -0.5"),
+        ("hang", "part bad: verifier returned no score within 0.05 s"),
+        ("text", "part bad: verifier returned str, not a Score"),
+        (1.5, "part bad: verifier returned 1.5, outside a rubric's range of 0 to 1"),
+        (-0.5, "part bad: verifier returned -0.5"),
         (float("nan"), "part bad: verifier raised ValueError: Score.value: is NaN"),
-        (float("inf"), "part bad: verifier gave inf for a number"),
+        (float("inf"), "part bad: verifier returned inf instead of a finite number"),
     ],
 )
-async def test_a_part_without_a_value_leaves_the_whole_without_one_unless_it_is_optional(what: Any, reason: str) -> None:
+async def test_missing_part_makes_the_rubric_unscored_unless_optional(what: Any, reason: str) -> None:
     parts: Any = {"good": (Gives(0.5), 1.0), "bad": (Gives(what), 9.0)}
     whole = await score(Rubric(parts, part_s=0.05))
     assert whole.value is None and reason in whole.reason
     rest = await score(Rubric(parts, optional=("bad",), part_s=0.05))
     assert rest.value == 0.5 and rest.parts["v/bad/unscored"] == 1.0 and "bad has no value" in rest.evidence
     assert (await score(Rubric({"bad": parts["bad"]}, optional=("bad",), part_s=0.05))).value is None
-    gated = await score(Rubric({"good": parts["good"]}, gate={"bad": Gives(what)}, part_s=0.05))
+    gated = await score(Rubric({"good": parts["good"]}, required={"bad": Gives(what)}, part_s=0.05))
     assert gated.value is None and reason in gated.reason
 
 
-async def test_blame_and_faults_of_the_machine_are_handed_on() -> None:
+async def test_blame_and_infrastructure_faults_are_propagated() -> None:
     broken = await score(Rubric({"a": (Gives(TaskError("no truth")), 1.0)}))
     assert broken.value is None and broken.blame is Blame.TASK
     fault = Gives(SandboxError("gone"))
@@ -126,7 +126,7 @@ async def test_blame_and_faults_of_the_machine_are_handed_on() -> None:
     assert whole.value is None and whole.blame is Blame.INFRASTRUCTURE and fault.asked == 2
 
 
-async def test_a_part_may_judge_in_sandboxes() -> None:
+async def test_part_may_use_sandboxes() -> None:
     class InSandboxes:
         needs_sandboxes = True
 
@@ -138,11 +138,11 @@ async def test_a_part_may_judge_in_sandboxes() -> None:
     rubric = Rubric({"tests": (InSandboxes(), 1.0), "short": (Gives(0.0), 1.0)})
     assert rubric.needs_sandboxes and (await score(rubric, here)).value == 0.5
     assert not Rubric({"short": (Gives(0.0), 1.0)}).needs_sandboxes
-    with pytest.raises(PluginError, match="judges in sandboxes"):
+    with pytest.raises(PluginError, match="needs sandboxes"):
         await score(rubric)
 
 
-async def test_turn_rewards_are_weighted_as_values_are() -> None:
+async def test_turn_rewards_are_weighted_like_values() -> None:
     turn = Turn(prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=TASK.prompt[0], finish_reason="stop")
     episode = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(turn, turn)),))
     rewarded = Gives(Score(value=1.0, turn_rewards=((1.0, 0.0),)))
@@ -153,31 +153,31 @@ async def test_turn_rewards_are_weighted_as_values_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"parts": {}}, "without parts"),
+        ({"parts": {}}, "needs parts"),
         ({"parts": {"a": (Gives(1.0), 0.0)}}, "weight of 'a' is 0.0"),
         ({"parts": {"a": (Gives(1.0), float("nan"))}}, "weight of 'a' is nan"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "b"}, "no part is called 'b'"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": {"a": Gives(1.0)}}, "is a part too"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"b": 0.5}}, "no part is called 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "required": "b"}, "there is no part 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "required": {"a": Gives(1.0)}}, "is also a part"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"b": 0.5}}, "there is no part 'b'"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"a": 1.5}}, "caps: most of 'a' is 1.5"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "optional": ("b",)}, "no part is called 'b'"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "a", "optional": ("a",)}, "is a gate and optional"),
-        ({"parts": {"a": (3, 1.0)}}, "int is no verifier"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "optional": ("b",)}, "there is no part 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "required": "a", "optional": ("a",)}, "is both required and optional"),
+        ({"parts": {"a": (3, 1.0)}}, "int is not a verifier"),
         ({"parts": {"a": ("nowhere:x", 1.0)}}, "no module named 'nowhere'"),
-        ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "no name for a part"),
+        ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "not a valid name of a part"),
     ],
 )
-def test_a_rubric_that_cannot_work_is_refused_when_it_is_made(arguments: Any, said: str) -> None:
+def test_invalid_rubric_raises_on_construction(arguments: Any, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         Rubric(**arguments)
 
 
-async def test_a_verifier_that_says_its_bounds_is_held_to_them() -> None:
+async def test_values_outside_declared_bounds_are_rejected() -> None:
     class Wide(Gives):
         bounds = (-1.0, 1.0)
 
     assert (await TaskScorer(_verifiers={"v": Wide(-1.0)})(TASK, EPISODE)).value == -1.0
     outside = await TaskScorer(_verifiers={"v": Wide(1.5)})(TASK, EPISODE)
-    assert outside.value is None and "gave 1.5, and its values go from -1 to 1" in outside.reason
-    with pytest.raises(PluginError, match="go from -1 to 1"):
+    assert outside.value is None and "returned 1.5, outside its bounds -1 to 1" in outside.reason
+    with pytest.raises(PluginError, match="bounds are -1 to 1"):
         Rubric({"a": (Wide(0.0), 1.0)})

@@ -99,18 +99,18 @@ async def test_a_verifier_that_fails_leaves_the_episode_unscored(name: str, reas
     assert score.value is None and reason in score.reason
 
 
-async def test_a_task_without_what_its_verifier_reads_is_the_task_s_fault_and_says_what_to_do() -> None:
+async def test_missing_task_data_is_a_task_fault_with_a_fix() -> None:
     score = await TaskScorer()(task("full", "reads_truth"), EPISODE)
     assert score.value is None and score.blame is Blame.TASK
     assert "task t: data has no 'answer', which verifier" in score.reason and "reads_truth reads" in score.reason
-    assert "fix: put it there: a task that was captured" in score.reason
+    assert "fix: add the key (a captured task" in score.reason
     own = await TaskScorer()(task("reads_elsewhere"), EPISODE)
     assert own.value is None and own.blame is None and "raised KeyError: 'answer'" in own.reason, "its own mistake"
     minds = await TaskScorer()(task("does_without"), EPISODE)
     assert minds.value == 0.25 and minds.evidence == f"None, {task('does_without').key}"
 
 
-async def test_turn_rewards_are_averaged_and_must_fit() -> None:
+async def test_turn_rewards_are_averaged_and_must_match_the_turns() -> None:
     turn = Turn(
         prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason="stop"
     )
@@ -118,13 +118,13 @@ async def test_turn_rewards_are_averaged_and_must_fit() -> None:
     assert (await TaskScorer()(task("full", "by_turn"), two)).turn_rewards == ((0.5, 0.0),)
     assert (await TaskScorer()(task("full"), two)).turn_rewards == ()
     misfit = await TaskScorer()(task("by_turn"), EPISODE)
-    assert misfit.value is None and "do not fit" in misfit.reason
+    assert misfit.value is None and "do not match" in misfit.reason
     with pytest.raises(ValueError, match="turn rewards"):
         ScoredEpisode(episode=EPISODE, score=Score(value=1.0, turn_rewards=((1.0,),)))
 
 
 @pytest.mark.parametrize(("faults", "value"), [(0, 1.0), (2, 1.0), (3, None)])
-async def test_a_fault_of_the_sandboxes_is_tried_again_and_then_unscored_never_0(faults: int, value: float | None) -> None:
+async def test_sandbox_fault_is_retried_and_then_unscored(faults: int, value: float | None) -> None:
     sandboxes = ScriptedSandboxes(printing(""))
     verifier = InSandboxes(faults, SandboxError("the daemon is gone"))
     scorer = TaskScorer(sandboxes=sandboxes, _verifiers={"v": verifier})
@@ -139,9 +139,7 @@ OUTAGES = [ConnectionRefusedError(111, "Connection refused"), TimeoutError("late
 
 @pytest.mark.parametrize(("faults", "value"), [(2, 1.0), (3, None)])
 @pytest.mark.parametrize("error", OUTAGES)
-async def test_a_server_that_a_verifier_does_not_reach_is_asked_again_and_then_the_machines_fault(
-    error: Exception, faults: int, value: float | None
-) -> None:
+async def test_unreachable_server_is_retried_and_then_an_infrastructure_fault(error: Exception, faults: int, value: float | None) -> None:
     verifier = InSandboxes(faults, error)
     scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})
     score = await scorer(replace(task(), verifiers=("v",)), EPISODE)
@@ -150,29 +148,29 @@ async def test_a_server_that_a_verifier_does_not_reach_is_asked_again_and_then_t
         assert score.blame is Blame.INFRASTRUCTURE and "reported an outage" in score.reason
 
 
-async def test_a_task_that_is_wrong_is_unscored_at_once() -> None:
+async def test_task_fault_is_unscored_without_retries() -> None:
     verifier = InSandboxes(9, TaskError("the tests do not load"))
     scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})
     score = await scorer(replace(task(), verifiers=("v",)), EPISODE)
     assert score.value is None and score.blame is Blame.TASK and "do not load" in score.reason and len(verifier.seen) == 1
 
 
-async def test_a_verifier_that_needs_sandboxes_is_refused_without() -> None:
+async def test_verifier_that_needs_sandboxes_raises_without_a_backend() -> None:
     with pytest.raises(PluginError, match="sandboxes"):
         await TaskScorer(_verifiers={"v": InSandboxes(0, KeyError())})(replace(task(), verifiers=("v",)), EPISODE)
 
 
-def test_blame_is_for_scores_without_a_value() -> None:
+def test_only_scores_without_a_value_have_blame() -> None:
     with pytest.raises(ValueError, match="blame"):
         Score(value=0.0, blame=Blame.TASK)
 
 
-async def test_no_verifier_is_unscored_not_zero() -> None:
+async def test_task_without_verifiers_is_unscored() -> None:
     assert (await TaskScorer()(task(), EPISODE)).value is None
 
 
 @pytest.mark.parametrize("name", ["not_callable", "absent"])
-async def test_references_that_do_not_resolve_are_refused(name: str) -> None:
+async def test_unresolvable_references_raise(name: str) -> None:
     with pytest.raises(PluginError):
         TaskScorer().load(task(name).verifiers)
 
@@ -220,31 +218,31 @@ def not_async(task: Task, episode: Episode) -> Score:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("endless", "verifier gave inf for a number"),
-        ("crowded", "verifier gave 2000 parts"),
+        ("endless", "verifier returned inf instead of a finite number"),
+        ("crowded", "verifier returned 2000 parts"),
         ("exits", "verifier raised SystemExit: enough"),
         ("cancels", "verifier raised CancelledError"),
         ("not_async", "verifier raised TypeError: object Score can't be used in 'await' expression"),
     ],
 )
-async def test_whatever_a_verifier_does_its_episode_is_unscored(name: str, reason: str) -> None:
+async def test_misbehaving_verifier_leaves_the_episode_unscored(name: str, reason: str) -> None:
     score = await TaskScorer()(task("full", name), EPISODE)
     assert score.value is None and reason in score.reason
 
 
-async def test_a_verifier_that_ignores_its_deadline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verifier_that_ignores_its_deadline_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "GRACE_S", 0.02)
     score = await TaskScorer(timeout_s=0.02)(task("stubborn"), EPISODE)
     assert score.value is None and "within 0.02 s" in score.reason and len(asyncio.all_tasks()) == 1
 
 
-async def test_a_score_is_bounded_and_its_mean_finite() -> None:
+async def test_scores_are_limited_and_their_mean_is_finite() -> None:
     score = await TaskScorer()(task("wordy"), EPISODE)
     assert score.value == 1.0 and len(score.evidence) == 20_000
-    assert "too large" in (await TaskScorer()(task("huge", "huge_too"), EPISODE)).reason
+    assert "not finite" in (await TaskScorer()(task("huge", "huge_too"), EPISODE)).reason
 
 
-async def test_a_fault_of_the_machine_in_a_group_is_one() -> None:
+async def test_infrastructure_error_in_an_exception_group_counts() -> None:
     verifier = InSandboxes(1, ExceptionGroup("several", [SandboxError("gone")]))
     scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})
     assert (await scorer(replace(task(), verifiers=("v",)), EPISODE)).value == 1.0 and len(verifier.seen) == 2
@@ -280,17 +278,17 @@ class Bounded:
     ("name", "answer", "value"),
     [("chokes", "\u00e9", 0.0), ("reads_a_number", "many", 0.0), ("hangs_at", "9**9**9", 0.0), ("gives_nan", "nan", 0.0)],
 )
-async def test_a_verifier_that_what_was_said_makes_fail_leaves_nothing_unscored(name: str, answer: str, value: float) -> None:
+async def test_provoked_failure_gets_the_lowest_value(name: str, answer: str, value: float) -> None:
     score = await TaskScorer(timeout_s=0.3)(task(name), replace(EPISODE, answer=answer))
-    assert score.value == value and "on this episode's text" in score.evidence
+    assert score.value == value and "because of this episode's text" in score.evidence
 
 
-async def test_the_lowest_value_is_the_verifiers_own() -> None:
+async def test_lowest_value_is_the_lower_bound_of_the_verifier() -> None:
     score = await TaskScorer(_verifiers={"v": Bounded()})(replace(task(), verifiers=("v",)), replace(EPISODE, answer="boom"))
     assert score.value == -1.0, "failing the verifier is not better than a wrong answer"
 
 
-async def test_a_verifier_that_fails_once_is_asked_again() -> None:
+async def test_verifier_that_fails_once_is_retried() -> None:
     failed: list[str] = []
 
     async def flaky(task: Task, episode: Episode) -> Score:
@@ -318,7 +316,7 @@ async def repeats_what_it_cannot_read(task: Task, episode: Episode) -> Score:
 
 
 @pytest.mark.parametrize("answer", ["connection refused", "HTTP 503", "the server is down", "no space left on device"])
-async def test_an_answer_cannot_name_an_outage_for_its_verifier_to_repeat(answer: str) -> None:
+async def test_outage_text_from_the_answer_is_not_an_outage(answer: str) -> None:
     score = await TaskScorer()(task("repeats_what_it_cannot_read"), replace(EPISODE, answer=answer))
     assert score.value == 0.0, score.reason
 
@@ -352,7 +350,7 @@ KILLED = (TimeoutError(), subprocess.TimeoutExpired("check", 5), subprocess.Call
 
 
 @pytest.mark.parametrize("error", KILLED, ids=lambda error: type(error).__name__)
-async def test_an_answer_cannot_keep_what_its_verifier_waits_for_busy(error: Exception) -> None:
+async def test_answer_that_blocks_the_server_gets_the_lowest_value(error: Exception) -> None:
     computes = Computes(error)
     scorer, judged = TaskScorer(_verifiers={"v": computes}), replace(task(), verifiers=("v",))
     assert (await scorer(judged, replace(EPISODE, answer="9**9**9"))).blame is Blame.INFRASTRUCTURE, "nothing has been scored yet"
@@ -363,7 +361,7 @@ async def test_an_answer_cannot_keep_what_its_verifier_waits_for_busy(error: Exc
 
 
 @pytest.mark.parametrize("fails", ["hangs", "raises"])
-async def test_what_a_verifier_needs_for_real_answers_alone_is_no_reason_for_a_score(fails: str) -> None:
+async def test_failure_on_all_real_answers_is_an_infrastructure_fault(fails: str) -> None:
     down = False
 
     async def asks_a_backend(task: Task, episode: Episode) -> Score:
@@ -409,18 +407,18 @@ class Waits:
 def test_the_deadline_of_a_verifier(needs_sandboxes: bool, limit: str) -> None:
     scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": Waits(needs_sandboxes=needs_sandboxes)})
     score, _ = scored(scorer, replace(task(), verifiers=("v",)))
-    assert score.reason.endswith(f"verifier gave no score within {limit}")
+    assert score.reason.endswith(f"verifier returned no score within {limit}")
 
 
 @pytest.mark.parametrize(("max_retries", "slept_s"), [(0, 0.0), (2, 0.6), (6, 11.2)])
-def test_the_pauses_between_attempts_double_up_to_5_seconds(max_retries: int, slept_s: float) -> None:
+def test_retry_pauses_double_up_to_5_seconds(max_retries: int, slept_s: float) -> None:
     verifier = InSandboxes(99, SandboxError("gone"))
     scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), max_retries=max_retries, _verifiers={"v": verifier})
     score, seconds = scored(scorer, replace(task(), verifiers=("v",)))
     assert score.value is None and len(verifier.seen) == max_retries + 1 and seconds == pytest.approx(slept_s)
 
 
-def test_a_scorer_is_shown_without_what_it_remembers() -> None:
+def test_repr_of_a_scorer_omits_its_state() -> None:
     assert not any(name in repr(TaskScorer()) for name in ("_verifiers", "_lowest", "_best"))
 
 
@@ -440,7 +438,7 @@ class Prepared:
 prepared = Prepared()
 
 
-def test_verifiers_are_prepared_once_and_those_after_a_known_one_are_loaded(tmp_path: Path) -> None:
+def test_verifiers_are_prepared_once(tmp_path: Path) -> None:
     scorer = TaskScorer(root=tmp_path, folder=tmp_path / "run")
     first, second = task("full", "prepared").verifiers
     scorer.load([first])
@@ -450,7 +448,7 @@ def test_verifiers_are_prepared_once_and_those_after_a_known_one_are_loaded(tmp_
     assert ready == (tmp_path, tmp_path / "run")
 
 
-async def test_an_audit_of_a_score_that_there_is_loads_its_verifiers() -> None:
+async def test_auditing_a_score_loads_the_audit_verifiers() -> None:
     reference = task("half").verifiers
     score = await TaskScorer(audit=reference).audit_score(task(), EPISODE, Score(value=1.0))
     assert score.value == 1.0 and 0.5 in score.parts.values()
@@ -475,14 +473,14 @@ async def by_branch(task: Task, episode: Episode) -> Score:
     return Score(value=1.0, branches=(0.5,))
 
 
-async def test_what_verifiers_say_of_trajectories_is_averaged() -> None:
+async def test_scores_of_trajectories_are_averaged() -> None:
     episode = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(), stop_reason="answered"),))
     score = await TaskScorer()(task("half", "by_branch"), episode)
     assert (score.value, score.branches) == (0.75, (0.5,))
 
 
 @pytest.mark.parametrize("errors", [(TimeoutError(), SandboxError("gone")), (SandboxError("gone"), TimeoutError())])
-def test_an_outage_that_was_not_late_every_time_is_not_the_episodes(errors: tuple[Exception, ...]) -> None:
+def test_outage_without_repeated_timeouts_is_not_blamed_on_the_episode(errors: tuple[Exception, ...]) -> None:
     """No other episode is judged to find out."""
     seen: list[str | None] = []
 
@@ -518,10 +516,10 @@ def judged_by(verifier: Changing, *answers: str, **options: Any) -> list[Score]:
     return [scored(scorer, replace(task(), verifiers=("v",)), replace(EPISODE, id=answer, answer=answer))[0] for answer in answers]
 
 
-def test_what_is_late_is_not_the_episodes_unless_the_best_one_is_scored_and_this_one_stays_late() -> None:
+def test_timeouts_are_blamed_on_the_episode_only_if_the_best_episode_is_scored() -> None:
     late = TimeoutError()
     _, score = judged_by(Changing(best=[1.0], x=[late]), "best", "x")
-    assert score.value == 0.0 and "at what this episode says" in score.evidence
+    assert score.value == 0.0 and "because of this episode's text" in score.evidence
     _, score = judged_by(Changing(best=[1.0, KeyError("k")], x=[late]), "best", "x")
     assert score.blame is Blame.INFRASTRUCTURE, "the best one is not scored any more"
     _, score = judged_by(Changing(best=[1.0], x=[late, late, late, 1.0]), "best", "x")
@@ -533,12 +531,12 @@ def test_what_is_late_is_not_the_episodes_unless_the_best_one_is_scored_and_this
     assert score.blame is Blame.INFRASTRUCTURE and verifier.seen == ["best", "x", "x", "x"]
 
 
-def test_the_worst_value_so_far_is_remembered_after_better_ones() -> None:
+def test_lowest_value_is_remembered() -> None:
     *_, score = judged_by(Changing(low=[-3.0], high=[1.0], boom=[KeyError("k")]), "low", "high", "boom")
     assert score.value == -3.0
 
 
-def test_texts_of_a_failing_verifier_are_cut() -> None:
+def test_messages_of_a_failing_verifier_are_truncated() -> None:
     long = KeyError("x" * 5000)
     (score,) = judged_by(Changing(boom=[long]), "boom")
     assert score.value == 0.0 and len(score.evidence) == 2000
@@ -546,16 +544,16 @@ def test_texts_of_a_failing_verifier_are_cut() -> None:
     assert score.blame is Blame.INFRASTRUCTURE and len(score.reason) == len("v: ") + 2000
 
 
-async def test_the_evidence_names_a_harmless_answer_that_is_scored() -> None:
+async def test_evidence_names_the_control_answer() -> None:
     score = await TaskScorer()(task("reads_a_number"), replace(EPISODE, answer="many"))
     assert score.evidence.endswith("it scores an episode that submits '0'")
 
 
-def test_of_the_best_episodes_the_one_that_was_scored_fastest_is_kept() -> None:
+def test_fastest_of_the_best_episodes_is_kept() -> None:
     def best_of(*scores: tuple[float, float]) -> int:
         scorer = TaskScorer()
         for number, (value, seconds) in enumerate(scores):
-            scorer._judged("v", task(), replace(EPISODE, id=str(number)), value, seconds)
+            scorer._remember("v", task(), replace(EPISODE, id=str(number)), value, seconds)
         return int(scorer._best["v"].episode.id)
 
     assert best_of((0.5, 1.0), (1.0, 9.0)) == 1 and best_of((1.0, 9.0), (0.5, 1.0)) == 0

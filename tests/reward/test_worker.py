@@ -1,4 +1,4 @@
-"""A worker answers each request with its own reply, ends what hangs or dies, and tells an answer's fault from its own."""
+"""A worker answers each request with its reply, kills processes that hang, and attributes failures to the answer or to itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_each_request_gets_its_own_reply(worker: SubprocessWorker) -> None
         ("task", TaskError, "the task is broken"),
     ],
 )
-async def test_what_goes_wrong_is_typed_and_the_next_request_is_answered(
+async def test_failures_are_typed_and_the_next_request_succeeds(
     request_: Any, error: type[Exception], said: str, worker: SubprocessWorker
 ) -> None:
     with pytest.raises(error, match=said):
@@ -46,26 +46,26 @@ async def test_what_goes_wrong_is_typed_and_the_next_request_is_answered(
     assert await worker.call("next") == "next"
 
 
-async def test_an_answers_fault_is_told_from_the_judges(worker: SubprocessWorker) -> None:
+async def test_answer_fault_is_distinguished_from_a_broken_function(worker: SubprocessWorker) -> None:
     assert await worker.evaluate(2, sound=1) == 0.5
     with pytest.raises(AnswerFault, match="ZeroDivisionError"):
         await worker.evaluate(0, sound=1)
-    with pytest.raises(ControlFailed, match="cannot be judged"):
+    with pytest.raises(ControlFailed, match="control request fails too"):
         await worker.evaluate(0, sound=0)
 
 
-async def test_a_process_that_cannot_start_is_the_machines_fault() -> None:
+async def test_process_that_cannot_start_is_an_infrastructure_fault() -> None:
     with pytest.raises(InfrastructureError, match="did not start"):
         await SubprocessWorker(act, prepare=dies).call(1)
 
 
-async def test_a_reply_to_another_request_is_never_taken(worker: SubprocessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reply_to_another_request_is_rejected(worker: SubprocessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Child, "_read", lambda self, process, within_s: b'{"number": 99999, "reply": 1.0}\n')
     with pytest.raises(InfrastructureError, match="answered request 99999"):
         await worker.call(1)
 
 
-async def test_whoever_stops_waiting_is_never_asked_about() -> None:
+async def test_cancelled_request_is_never_sent() -> None:
     one = SubprocessWorker(act, deadline_s=60.0)
     assert await one.call(1) == 1.0
     child = one._free.get()  # until it is given back, the first of these waits for it, and the others for the first
@@ -79,13 +79,13 @@ async def test_whoever_stops_waiting_is_never_asked_about() -> None:
     one.close()
 
 
-def test_only_a_function_of_a_module_can_be_found_in_another_process() -> None:
-    with pytest.raises(ValueError, match="top of a module"):
+def test_only_module_level_functions_are_accepted() -> None:
+    with pytest.raises(ValueError, match="module-level function"):
         SubprocessWorker(lambda request: request)
 
 
 @pytest.mark.slow
-async def test_a_process_that_is_full_is_replaced() -> None:
+async def test_process_with_full_memory_is_replaced() -> None:
     """What one answer left in memory must not fail the next ones, and with them the sound request."""
     one = SubprocessWorker(act, deadline_s=60.0, memory=1 << 30)
     with pytest.raises(CallFailed, match="MemoryError"):

@@ -1,4 +1,4 @@
-"""Units of answers to truths without one: those that the question asks for, and no others."""
+"""Units of answers to truths without a unit: only those that the question asks for are accepted."""
 
 from __future__ import annotations
 
@@ -92,22 +92,22 @@ NOT_ASKED = [
 
 
 @pytest.mark.parametrize(("question", "unit"), ASKED)
-def test_a_unit_that_is_asked_for(question: str, unit: str) -> None:
+def test_requested_units_are_accepted(question: str, unit: str) -> None:
     assert names_unit(question, unit)
 
 
 @pytest.mark.parametrize(("question", "unit"), NOT_ASKED)
-def test_a_unit_that_is_not_asked_for(question: str, unit: str) -> None:
+def test_other_units_are_wrong(question: str, unit: str) -> None:
     assert not names_unit(question, unit)
 
 
 @given(st.text(max_size=200), st.text(max_size=50))
-def test_any_text_is_read(question: str, unit: str) -> None:
+def test_any_text_is_accepted(question: str, unit: str) -> None:
     assert names_unit(question, unit) in (True, False)
 
 
 @pytest.mark.parametrize("text", ["how many " * 20_000, "in a " * 50_000, "a " * 100_000, "1 / " * 60_000, "m^2 " * 60_000])
-def test_a_long_question_is_read_quickly(text: str) -> None:
+def test_long_question_takes_little_time(text: str) -> None:
     names_unit(text[:20_000], "apples of my eye")
 
 
@@ -115,7 +115,7 @@ BOTH = [(*pair, 1.0) for pair in ASKED] + [(*pair, 0.0) for pair in NOT_ASKED if
 
 
 @pytest.mark.parametrize(("question", "unit", "due"), BOTH)
-async def test_both_verifiers_of_numbers_follow_it(question: str, unit: str, due: float) -> None:
+async def test_both_numeric_verifiers_use_it(question: str, unit: str, due: float) -> None:
     written = {"$": "$5"}.get(unit, f"5 {unit}")
     one = replace(task(answer="5"), prompt=(Message(role="user", content=question),))
     assert (await judged(numeric, one, episode(written))).value == due

@@ -1,4 +1,4 @@
-"""Bags of rows: against trying every pairing, and at the largest size that SQL results and output files may have."""
+"""Bags of rows: compared with trying every pairing, and at the largest size of SQL results and output files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_largest_bag_is_compared_within_seconds(kinds: str) -> None:
     assert time.monotonic() - started < 60, "a bound for a busy machine; two seconds on an idle one"
 
 
-def test_a_truth_whose_rows_the_tolerance_cannot_tell_apart_is_found() -> None:
+def test_truth_with_indistinguishable_rows_is_detected() -> None:
     random = Random(0)
     chain = [(random.uniform(1, 2), random.uniform(1, 2)) for _ in range(bags.MAX_CROWD + 1)]
     assert bags.crowded(chain, CELLS) and not bags.crowded(chain[:-1], CELLS) and not bags.crowded(chain, NARROW)
@@ -92,7 +92,7 @@ async def test_a_table_is_compared_within_its_tolerance_at_any_size(size: int, a
     assert (await judged(Outputs(), task(**data), episode(**{"t.csv": wrong.encode()}))).value == 0.0
 
 
-async def test_a_truth_that_no_output_can_equal_is_the_tasks_fault() -> None:
+async def test_truth_that_no_output_can_equal_is_a_task_fault() -> None:
     random = Random(1)
     chain = "k,v\n" + "".join(f"{random.uniform(1, 2)},{random.uniform(1, 2)}\n" for _ in range(200))
     for truth, said in (({"text": "x" * 101}, "101 bytes"), ({"json": ["x" * 200]}, "204 bytes"), ({"table": chain}, "near each other")):

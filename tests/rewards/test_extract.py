@@ -1,4 +1,4 @@
-"""Which part of a submission is its answer: the same one of every mark, and never more than one guess."""
+"""Extraction of the answer from a submission: the last mark counts, and never more than one guess."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_last_mark_marks_the_answer(text: str, due: str) -> None:
 
 
 @pytest.mark.parametrize("text", [text for text, due in FINAL if due == "371"])
-async def test_both_verifiers_of_numbers_read_it(text: str) -> None:
+async def test_both_numeric_verifiers_extract_it(text: str) -> None:
     assert await value(mathematics, text, answer="371") == 1.0
     assert await value(numeric, text, answer="371") == 1.0
     assert await value(mathematics, text, answer="372") == 0.0
@@ -78,7 +78,7 @@ async def test_both_verifiers_of_numbers_read_it(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", NO_NUMBER)
-async def test_what_is_not_one_guess_is_wrong(text: str) -> None:
+async def test_several_guesses_are_wrong(text: str) -> None:
     assert await value(mathematics, text, answer="371") == 0.0
     assert await value(numeric, text, answer="371") == 0.0
 
@@ -103,11 +103,11 @@ def test_an_expression_is_between_the_last_dollar_signs_after_the_mark(text: str
 
 
 @given(st.text(max_size=80), st.integers(0, 999), st.sampled_from(["\\boxed{%d}", "\n#### %d", "\nThe answer is %d."]))
-def test_what_was_written_before_a_mark_plays_no_part(before: str, number: int, mark: str) -> None:
+def test_text_before_a_mark_is_ignored(before: str, number: int, mark: str) -> None:
     if "#" not in before and "box" not in before:
         assert final(before + mark % number) == str(number)
 
 
 @given(st.text(alphabet="\\{}$#*boxed answer is:=.5\n", max_size=80))
-def test_any_text_is_read_and_its_answer_is_a_part_of_it(text: str) -> None:
+def test_answer_is_part_of_any_text(text: str) -> None:
     assert final(text) in text and expression(text) in text

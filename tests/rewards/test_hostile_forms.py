@@ -1,4 +1,4 @@
-"""JSON, files and tool use as a hostile policy would hand them in: what is wrong is worth nothing, and what is right is worth 1."""
+"""JSON, files and tool use from a hostile policy: wrong ones score 0, right ones 1."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ UNEQUAL: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changed", UNEQUAL, ids=str)
-async def test_json_that_is_another_than_the_truth(changed: dict[str, Any]) -> None:
+async def test_json_that_differs_from_the_truth(changed: dict[str, Any]) -> None:
     verifier = JsonSchema(schema={"type": "object"}, equal=True)
     assert await value(verifier, json.dumps(TRUTH), answer=TRUTH) == 1.0
     assert await value(verifier, json.dumps(TRUTH | changed), answer=TRUTH) == 0.0
@@ -163,14 +163,14 @@ async def test_json_that_is_another_than_the_truth(changed: dict[str, Any]) -> N
         {"$defs": {"x": {"format": "nonsense"}}},
     ],
 )
-async def test_a_format_that_nothing_checks_is_the_tasks_fault(schema: dict[str, Any]) -> None:
+async def test_unknown_format_is_a_task_fault(schema: dict[str, Any]) -> None:
     """Whatever the answer is: else an agent could choose which of its answers count."""
     for answer in ('"x"', "1", "{"):
         given = await judged(JsonSchema(schema=schema), task(), episode(answer))
         assert given.value is None and given.blame is Blame.TASK, given
 
 
-async def test_a_property_that_is_called_format_is_no_format() -> None:
+async def test_property_with_the_name_format_is_not_a_format() -> None:
     schema = {"properties": {"format": {"type": "string"}}, "enum": [{"format": "pdf"}], "default": {"format": "x"}}
     assert await value(JsonSchema(schema=schema), '{"format": "pdf"}') == 1.0
     assert await value(JsonSchema(schema=schema), '{"format": "x"}') == 0.0
@@ -258,7 +258,7 @@ async def test_files_of_every_kind(kind: str, truth: Any, left: bytes | None, du
         ("other: it is a link", 1.0),
     ],
 )
-async def test_what_could_not_be_taken_is_not_absent(message: str, due: float) -> None:
+async def test_uncollected_file_is_not_absent(message: str, due: float) -> None:
     """An agent may put a link, a folder or a pipe in place of the file that it had to delete."""
     failure = Failure(stage="collect", blame=Blame.POLICY, kind="outputs_refused", message=message[:2000])
     one = task(answer={"out": {"absent": True}}, outputs=("out", "**"))
@@ -266,7 +266,7 @@ async def test_what_could_not_be_taken_is_not_absent(message: str, due: float) -
     assert (await judged(outputs, one, given)).value == due
 
 
-async def test_nothing_is_absent_when_the_time_was_up() -> None:
+async def test_no_file_is_absent_after_a_timeout() -> None:
     line = Trajectory(agent="main", turns=(), stop_reason="wall_limit")
     one = task(answer={"out": {"absent": True}}, outputs=("out",))
     given = Episode(id="e", task_id="t", task_key="k", trajectories=(line,), answer=None)
@@ -274,7 +274,7 @@ async def test_nothing_is_absent_when_the_time_was_up() -> None:
 
 
 @pytest.mark.parametrize(("truth", "patterns"), [({"text": "x"}, ("other",)), ({"absent": True}, ("*",)), ({"absent": True}, ())])
-async def test_a_truth_of_no_declared_output_is_the_tasks_fault(truth: Any, patterns: tuple[str, ...]) -> None:
+async def test_truth_of_an_undeclared_output_is_a_task_fault(truth: Any, patterns: tuple[str, ...]) -> None:
     given = await judged(outputs, task(answer={"out": truth}, outputs=patterns), episode())
     assert given.value is None and given.blame is Blame.TASK
 
@@ -312,7 +312,7 @@ USES: list[tuple[str, tuple[str, ...], float]] = [  # calls, tools that failed, 
 
 
 @pytest.mark.parametrize(("calls", "failed", "due"), USES)
-async def test_uses_of_tools(calls: str, failed: tuple[str, ...], due: float) -> None:
+async def test_tool_rules(calls: str, failed: tuple[str, ...], due: float) -> None:
     assert (await judged(CAREFUL, task(), episode(calls=calls, failed=failed))).value == due
 
 

@@ -1,4 +1,4 @@
-"""SQL as a hostile policy would hand it in: results without the data, attempts on SQLite and the machine, texts that are no query."""
+"""SQL from a hostile policy: results without the data, attacks on SQLite and the machine, texts that are not a query."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def verdict(answer: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("answer", [*HARD_CODED, *OTHER_VALUES])
-def test_a_result_that_is_not_computed_from_the_data_is_wrong(answer: str) -> None:
+def test_hardcoded_result_is_wrong(answer: str) -> None:
     told = verdict(answer)
     assert told["task"] == "" and told["wrong"], answer
 
@@ -141,7 +141,7 @@ def test_a_query_that_does_more_than_read_is_wrong_within_bounds(answer: str) ->
 
 
 @pytest.mark.parametrize("answer", NO_QUERY)
-async def test_what_is_no_single_query_is_wrong(answer: str) -> None:
+async def test_anything_but_a_single_query_is_wrong(answer: str) -> None:
     assert await value(sql, answer, answer=TRUTH, databases=SHOP) == 0.0
 
 
@@ -155,5 +155,5 @@ async def test_what_is_no_single_query_is_wrong(answer: str) -> None:
         "SELECT country, sum(amount * n / n) FROM sale, city WHERE id = city GROUP BY country",
     ],
 )
-async def test_the_same_result_from_the_data_is_right(answer: str) -> None:
+async def test_equivalent_query_is_right(answer: str) -> None:
     assert await value(sql, answer, answer=TRUTH, databases=SHOP) == 1.0

@@ -1,4 +1,4 @@
-"""Every shipped verifier: the truth is worth 1, an answer without work nothing, a broken task no score; and its own laws."""
+"""Every shipped verifier: the truth scores 1, an answer without work 0, an invalid task is unscored; and laws of each verifier."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLAIN: dict[str, tuple[Any, str, dict[str, Any]]] = {  # name -> verifier, right
     "pattern": (pattern, "INV-123456", {"answer": "INV-[0-9]{6}"}),
     "sql": (sql, "SELECT sum(b), a FROM t GROUP BY a", {"answer": "SELECT total(b), a FROM t GROUP BY 2", "databases": DATABASE}),
     "form and length": (
-        Rubric({"right": (exact, 2.0), "short": (Length(most=5), 1.0), "form": (Form(never=("!",)), 1.0)}, gate="right"),
+        Rubric({"right": (exact, 2.0), "short": (Length(most=5), 1.0), "form": (Form(never=("!",)), 1.0)}, required="right"),
         "north",
         {"answer": "north"},
     ),
@@ -54,7 +54,7 @@ PLAIN: dict[str, tuple[Any, str, dict[str, Any]]] = {  # name -> verifier, right
 
 
 @pytest.mark.parametrize("name", PLAIN)
-async def test_a_right_answer_is_worth_1_and_answers_without_work_nothing(name: str) -> None:
+async def test_right_answer_scores_1_and_answers_without_work_0(name: str) -> None:
     verifier, right, data = PLAIN[name]
     one = task(**data)
     gold = await judged(verifier, one, episode(right))
@@ -91,7 +91,7 @@ BROKEN: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("verifier", "data"), BROKEN)
-async def test_a_task_that_cannot_be_judged_has_no_score_and_the_blame(verifier: Any, data: dict[str, Any]) -> None:
+async def test_invalid_task_is_unscored_and_blamed(verifier: Any, data: dict[str, Any]) -> None:
     given_ = await judged(verifier, task(**data), episode("{}"))
     assert given_.value is None and given_.blame is Blame.TASK, given_
 
@@ -172,7 +172,7 @@ async def test_numeric(verifier: Numeric, truth: Any, answer: str, due: float) -
         ("um", scipy.constants.micron),
     ],
 )
-def test_units_are_worth_what_scipys_table_says(name: str, si: float) -> None:
+def test_units_match_scipys_table(name: str, si: float) -> None:
     found = unit(name)
     assert found is not None and found.factor == pytest.approx(si, rel=1e-15)
 
@@ -193,7 +193,7 @@ def test_units_convert_there_and_back(name: str, number: float, power: int) -> N
 @given(st.text(max_size=80))
 @example("E0")  # an exponent of nothing
 @example("-.e5 m")
-def test_no_text_breaks_the_reading_of_numbers_and_units(text: str) -> None:
+def test_parsing_numbers_and_units_accepts_any_text(text: str) -> None:
     for found in (quantity(text), quantity(f"3 {text}")):
         assert found is None or abs(found.value) < float("inf")
     assert (found_unit := unit(text)) is None or len(found_unit.powers) == len(BASE)
@@ -223,14 +223,14 @@ async def test_mathematics(truth: str, answer: str, due: float) -> None:
 
 
 @pytest.mark.slow
-async def test_an_answer_that_takes_mathematics_for_ever_is_wrong_and_the_next_is_judged() -> None:
+async def test_endless_expression_is_wrong_and_the_next_is_scored() -> None:
     given_ = await judged(mathematics, task(answer="3"), episode("9^{9^{9^{9}}}"))
-    assert given_.value == 0.0 and "gave no verdict within 3 s" in given_.evidence
+    assert given_.value == 0.0 and "returned nothing within 3 s" in given_.evidence
     assert await value(mathematics, "3", answer="3") == 1.0
 
 
 @given(st.text(max_size=60))
-def test_the_braces_of_what_is_judged_balance(text: str) -> None:
+def test_braces_of_the_expression_balance(text: str) -> None:
     for found in (expression(text), expression(f"\\boxed{{{text}}}")):
         plain = found.replace("\\{", "").replace("\\}", "")
         assert plain.count("{") == plain.count("}") or "\\\\" in found
@@ -246,7 +246,7 @@ async def test_json_schema(answer: str, due: float) -> None:
     assert await value(JsonSchema(schema=SCHEMA), f"```json\n{answer}\n```") == 0.0
 
 
-async def test_json_may_have_to_equal_the_truth() -> None:
+async def test_json_can_be_required_to_equal_the_truth() -> None:
     verifier = JsonSchema(schema=SCHEMA, equal=True)
     given_ = await judged(verifier, task(answer={"city": "Rome"}), episode('{"city": "Oslo"}'))
     assert (given_.value, given_.parts["v/fits"], given_.parts["v/equal"]) == (0.0, 1.0, 0.0)
@@ -261,7 +261,7 @@ json_values = st.recursive(
 
 
 @given(json_values, json_values)
-def test_equal_json_is_what_is_written_alike(one: Any, other: Any) -> None:
+def test_equal_json_has_equal_text(one: Any, other: Any) -> None:
     assert same_json(one, one) and same(one, one, relative=0) and same(one, one, relative=0, part=True)
     if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):
         assert same_json(one, other)
@@ -282,9 +282,9 @@ async def test_pattern(verifier: Pattern, answer: str, due: float) -> None:
 
 
 @pytest.mark.slow
-async def test_a_text_that_takes_a_pattern_for_ever_does_not_match() -> None:
+async def test_text_that_blocks_the_pattern_does_not_match() -> None:
     given_ = await judged(pattern, task(answer="(a+)+b"), episode("a" * 60))
-    assert given_.value == 0.0 and "gave no verdict within 2 s" in given_.evidence
+    assert given_.value == 0.0 and "returned nothing within 2 s" in given_.evidence
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ async def test_sql(answer: str, due: float) -> None:
     assert await value(sql, answer, answer="SELECT a, sum(b) FROM t GROUP BY a", databases=[DATABASE]) == due
 
 
-async def test_a_query_must_be_right_on_every_database_and_in_order_where_the_truth_orders() -> None:
+async def test_query_must_be_right_on_every_database_and_in_the_truths_order() -> None:
     data = {
         "answer": "SELECT a FROM t ORDER BY b",
         "databases": [DATABASE, "CREATE TABLE t(a, b); INSERT INTO t VALUES ('z', 1), ('w', 2)"],
@@ -337,7 +337,7 @@ def test_a_permuted_result_is_equal_unless_the_truth_orders(some: list[tuple[Any
         assert differ(Result([*some[1:], ("other", 0.5)], 2, READS), wanted, ordered=False, relative=1e-9)
 
 
-def test_an_order_of_a_part_is_none_of_the_whole() -> None:
+def test_order_of_a_subquery_is_not_the_querys() -> None:
     assert orders("SELECT a FROM t ORDER BY a") and orders("SELECT a FROM t UNION SELECT b FROM t ORDER BY 1")
     assert not orders("SELECT * FROM (SELECT a FROM t ORDER BY a)")
 
@@ -355,7 +355,7 @@ def test_a_connection_only_reads_even_past_its_authorizer(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-async def test_nobodys_score_is_lost_to_waiting_for_an_answer_that_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_answers_do_not_cost_others_their_score(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = SubprocessWorker(matches, deadline_s=0.5, processes=1)
     monkeypatch.setattr("rewards.pattern._worker", worker)
     scorer = TaskScorer(timeout_s=0.4, _verifiers={"v": pattern})
@@ -367,7 +367,7 @@ async def test_nobodys_score_is_lost_to_waiting_for_an_answer_that_takes_for_eve
 @pytest.mark.parametrize(
     "name", ["json_schema:json_schema", "mathematics:mathematics", "pattern:pattern", "reasoning:own_scorer", "sql:sql"]
 )
-def test_whoever_asks_a_worker_waits_for_his_turn(name: str) -> None:
+def test_requests_to_a_worker_are_queued(name: str) -> None:
     assert timeout_of(resolve(f"rewards.{name}"), 30.0) == QUEUE_TIMEOUT_S
 
 
@@ -460,14 +460,14 @@ async def test_tool_use(rules: ToolUse, calls: str, due: float | None) -> None:
         assert given_.parts["v/rules"] < 1 and given_.evidence.startswith("broken: ")
 
 
-async def test_a_task_has_settings_of_its_own() -> None:
+async def test_task_overrides_settings() -> None:
     assert await value(numeric, "101", answer=100) == 0.0
     assert await value(numeric, "101", answer=100, numeric={"relative": 0.02}) == 1.0
     assert await value(JsonSchema(schema=SCHEMA), "[]", json_schema={"schema": {"type": "array"}}) == 1.0
 
 
 @pytest.mark.parametrize("verifier", ["json_schema:json_schema", "mathematics:mathematics"])
-def test_a_package_that_is_not_installed_is_told_before_a_run_starts(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported_before_a_run_starts(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configured, "find_spec", lambda name: None)
     file = Path(__file__).resolve().parents[2] / "rewards" / f"{verifier.partition(':')[0]}.py"
     with pytest.raises(PluginError, match=r"is not installed\n  fix: pip install -e \S+\[rewards\]"):
@@ -483,6 +483,6 @@ def test_a_package_that_is_not_installed_is_told_before_a_run_starts(verifier: s
         lambda: ToolUse(must=("a",), never=("a",)),
     ],
 )
-def test_settings_that_cannot_be_are_refused_when_they_are_made(make: Any) -> None:
+def test_invalid_settings_raise_on_construction(make: Any) -> None:
     with pytest.raises(ValueError):
         make()

@@ -1,4 +1,4 @@
-"""Mathematics: every honest form of a value is right; restated questions, neighbours of the value and other notations of it are wrong."""
+"""Mathematics: every notation of the value is right; restated questions and neighbouring values are wrong."""
 
 from __future__ import annotations
 
@@ -325,12 +325,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("truth", "answer"), [pair for pairs in WRONG.values() for pair in pairs])
-def test_what_is_not_the_value_or_no_value_is_wrong(truth: str, answer: str) -> None:
+def test_other_values_and_non_values_are_wrong(truth: str, answer: str) -> None:
     assert not equal(truth, answer)
 
 
 @given(st.integers(0, 10**30), st.data())
-def test_another_digit_is_another_number_in_every_form(number: int, data: st.DataObject) -> None:
+def test_changed_digit_is_wrong_in_every_form(number: int, data: st.DataObject) -> None:
     digits = str(number)
     at = data.draw(st.integers(0, len(digits) - 1))
     changed = digits[:at] + data.draw(st.sampled_from([d for d in "0123456789" if d != digits[at]])) + digits[at + 1 :]
@@ -373,19 +373,19 @@ RESTATED = (
 
 
 @given(st.integers(2, 99), st.integers(2, 99), st.sampled_from(RESTATED))
-def test_a_restated_question_is_never_the_value(a: int, b: int, form: str) -> None:
+def test_restated_question_is_wrong(a: int, b: int, form: str) -> None:
     assert not equal(str(a + b), form.format(a=a, b=b, n=a + b))
 
 
 @given(st.integers(2, 9), st.integers(2, 9), st.sampled_from([form for form in RESTATED[:13] + RESTATED[23:] if "or more" not in form]))
-def test_it_is_where_the_task_allows_work_that_is_not_done(a: int, b: int, form: str) -> None:
+def test_restated_question_is_right_with_unevaluated(a: int, b: int, form: str) -> None:
     assert equal(str(a + b), form.format(a=a, b=b, n=a + b), unevaluated=True)
 
 
 @pytest.mark.parametrize(
     "answer", ["3=4=5", "5 \\approx 6", "5\\text{garbage}", "x=5=5", "5 or 6", "5\\%", "\\text{five}", "4", "10\\,0000+5", "1/05"]
 )
-def test_but_no_answer_of_another_kind_even_there(answer: str) -> None:
+def test_other_kinds_are_wrong_even_with_unevaluated(answer: str) -> None:
     assert not equal("5", answer, unevaluated=True)
 
 
@@ -414,13 +414,13 @@ def test_numbers_are_compared_alike_both_ways_and_with_themselves(one: str, othe
 
 
 @given(st.text("ABCDEF", min_size=2, max_size=5).filter(lambda word: len(set(word)) > 1))
-def test_the_letters_of_a_name_have_an_order(word: str) -> None:
+def test_letters_of_a_name_are_ordered(word: str) -> None:
     for other in {"".join(letters) for letters in permutations(word)} - {word}:
         assert not equal(word, other) and not equal(f"\\text{{{word}}}", other)
 
 
 @given(st.integers(2, 16), st.integers(2, 16), st.integers(0, 5000))
-def test_a_numeral_has_its_base(base: int, other: int, number: int) -> None:
+def test_numeral_keeps_its_base(base: int, other: int, number: int) -> None:
     assume(base != other and 10 not in (base, other))
     digits = ""
     rest = number
@@ -439,7 +439,7 @@ pieces = st.lists(st.sampled_from(SIGNS), max_size=40).map("".join)
 
 
 @given(pieces | st.text(max_size=60))
-def test_every_text_is_read_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_unreadable(text: str) -> None:
     try:
         node = read(text)
     except (Unreadable, ZeroDivisionError):
@@ -491,16 +491,16 @@ NOT_NAMED = [
 
 
 @pytest.mark.parametrize(("truth", "answer", "question"), NAMED)
-def test_a_unit_that_the_question_names_may_be_written(truth: str, answer: str, question: str) -> None:
+def test_unit_named_by_the_question_is_accepted(truth: str, answer: str, question: str) -> None:
     assert equal(truth, answer, prompt=question)
 
 
 @pytest.mark.parametrize(("truth", "answer", "question"), NOT_NAMED)
-def test_another_unit_makes_another_value(truth: str, answer: str, question: str) -> None:
+def test_other_unit_is_wrong(truth: str, answer: str, question: str) -> None:
     assert not equal(truth, answer, prompt=question)
 
 
-async def test_an_expression_that_the_question_writes_down_is_no_answer_to_it() -> None:
+async def test_expression_of_the_question_is_wrong() -> None:
     async def asked(question: str, truth: str, answer: str, verifier: Mathematics = mathematics) -> float | None:
         one = replace(task(answer=truth), prompt=(Message(role="user", content=question),))
         return (await judged(verifier, one, episode(answer))).value
@@ -526,6 +526,6 @@ async def test_the_option_and_the_reason_reach_the_score() -> None:
     assert given_.value == 0.0 and "no value can be read" in given_.evidence
 
 
-async def test_a_sign_before_a_brace_is_no_escape_of_it() -> None:
+async def test_sign_before_a_brace_does_not_escape_it() -> None:
     assert expression("\\begin{pmatrix} 1 \\\\{2} \\end{pmatrix}") != ""
     assert await value(mathematics, "$\\begin{pmatrix} 1 \\\\{2} \\end{pmatrix}$", answer="\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}") == 1.0

@@ -1,4 +1,4 @@
-"""Mathematics: further notations of one value, and what only looks like one: functions, all real numbers, names with numbers, degrees."""
+"""Mathematics: further notations of one value, and similar ones of other values: functions, real numbers, names with numbers, degrees."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_another_notation_of_the_value_is_right(truth: str, answer: str) -> None
 
 
 @pytest.mark.parametrize(("truth", "answer"), [pair for pairs in WRONG.values() for pair in pairs])
-def test_what_only_looks_like_it_is_wrong(truth: str, answer: str) -> None:
+def test_similar_notation_of_another_value_is_wrong(truth: str, answer: str) -> None:
     assert not equal(truth, answer)
 
 

@@ -1,4 +1,4 @@
-"""Units, signs and currencies: one amount in every way that it is written, and no other amount in any."""
+"""Units, signs and currencies: one amount in every notation, and no other amount."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_another_amount_or_none(truth: str, answer: str) -> None:
     assert await value(numeric, answer, answer=truth) == 0.0
 
 
-async def test_a_unit_of_the_verifier_is_that_of_a_bare_number() -> None:
+async def test_verifiers_unit_applies_to_a_bare_number() -> None:
     assert await value(Numeric(unit="rad"), "3.14159265", answer="180 deg") == 1.0
     assert await value(Numeric(unit="$"), "-5", answer="-$5") == 1.0
     assert await value(Numeric(unit="Hz"), "1 rad/s", answer="1") == 0.0
@@ -80,7 +80,7 @@ NAMES = ["m", "km", "ft", "mi", "h", "min", "lb", "kWh", "J", "B", "MiB", "%", "
 
 
 @given(st.integers(-(10**20), 10**20), st.sampled_from(NAMES))
-def test_converting_costs_nothing(number: int, name: str) -> None:
+def test_conversion_is_exact(number: int, name: str) -> None:
     found, plain = quantity(f"{number} {name}"), unit(name)
     assert found is not None and plain is not None
     assert found.value == number * plain.factor and found.value / plain.factor == number and found.whole
@@ -122,14 +122,14 @@ WRITTEN_OUT = [
 
 
 @pytest.mark.parametrize(("short", "written"), WRITTEN_OUT)
-def test_a_unit_may_be_written_out(short: str, written: str) -> None:
+def test_unit_names_may_be_spelled_out(short: str, written: str) -> None:
     one, other = quantity(short), quantity(written)
     assert one is not None and other is not None and one.unit is not None and other.unit is not None
     assert one.value == other.value and one.unit.powers == other.unit.powers
 
 
 @pytest.mark.parametrize("text", ["5 millibytes", "5 kilofeet", "5 kilo", "5 meterss", "5 decidollars"])
-def test_a_word_that_is_no_unit_is_none(text: str) -> None:
+def test_unknown_word_is_not_a_unit(text: str) -> None:
     assert quantity(text) is None
 
 
@@ -227,7 +227,7 @@ async def test_notations_of_a_number_and_what_the_question_asks_for(question: st
     assert (await judged(numeric, one, episode(answer))).value == due
 
 
-async def test_a_unit_of_the_verifier_decides_before_the_question() -> None:
+async def test_verifiers_unit_takes_precedence_over_the_question() -> None:
     one = replace(task(answer="50"), prompt=(Message(role="user", content="How many apples are 50 percent?"),))
     assert (await judged(Numeric(unit="%"), one, episode("50"))).value == 1.0
     assert (await judged(Numeric(unit="%"), one, episode("50%"))).value == 1.0

@@ -1,4 +1,4 @@
-"""`own_scorer`: the truth is worth 1, nothing else anything; a scorer that fails leaves an answer unscored and the next one judged."""
+"""`own_scorer`: only the truth scores 1; a scorer that fails leaves an answer unscored, and the next one is scored."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def everything() -> list[str]:
 
 
 @pytest.mark.models
-async def test_of_every_dataset_the_truth_is_worth_1_and_nothing_anything() -> None:
+async def test_truth_scores_1_and_nothing_0_for_every_dataset() -> None:
     """The long version, with more of everything, is docs/generate_reasoning_table.py."""
     for name in everything():
         one = made(name)
@@ -91,19 +91,19 @@ async def test_partial_marks_are_kept_as_a_part() -> None:
     [
         ("chain_sum", None, "no answer"),
         ("chain_sum", " \n", "no answer"),
-        ("chain_sum", "9" * (LONGEST + 1), "longer than 1000"),
-        ("countdown", "__import__('os').system('true')", "language of countdown"),
-        ("countdown", "9**9**9**9", "language of countdown"),
+        ("chain_sum", "9" * (LONGEST + 1), "more than 1000"),
+        ("countdown", "__import__('os').system('true')", "form of countdown"),
+        ("countdown", "9**9**9**9", "form of countdown"),
     ],
 )
-async def test_some_answers_are_wrong_without_being_asked_about(name: str, answer: str | None, said: str) -> None:
+async def test_some_answers_are_wrong_without_calling_the_scorer(name: str, answer: str | None, said: str) -> None:
     one = Problem(source=Source(name=name), seed=0, index=0, question="?", answer="24")
     given = await score(one, answer)
     assert given.value == 0.0 and said in given.evidence
 
 
 @pytest.mark.models
-async def test_an_answer_at_which_a_sound_scorer_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answer_on_which_a_sound_scorer_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left out, it would be an agent's way to have only its good answers count."""
     monkeypatch.delitem(catalogue.LANGUAGES, "prime_factorization")  # type: ignore[arg-type]
     given = await score(made("prime_factorization"), "two times three")
@@ -112,7 +112,7 @@ async def test_an_answer_at_which_a_sound_scorer_raises_is_wrong(monkeypatch: py
 
 
 @pytest.mark.models
-def test_a_scorer_that_hangs_is_ended_and_the_next_answer_is_judged(quick: Scorers) -> None:
+def test_hanging_scorer_is_killed_and_the_next_answer_scored(quick: Scorers) -> None:
     """By a scorer that is left out, which evaluates the answer: this one computes for hours in C, where no Python code interrupts it."""
     bomb, plain = made("simple_integration"), made("chain_sum")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
@@ -122,7 +122,7 @@ def test_a_scorer_that_hangs_is_ended_and_the_next_answer_is_judged(quick: Score
 
 
 @pytest.mark.models
-async def test_a_problem_that_the_package_makes_no_more_is_the_tasks_fault() -> None:
+async def test_problem_that_is_no_longer_generated_is_a_task_fault() -> None:
     one = made("chain_sum")
     other = task(one, index=one.index + 1)
     episode = Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=one.answer)
@@ -132,7 +132,7 @@ async def test_a_problem_that_the_package_makes_no_more_is_the_tasks_fault() -> 
 
 
 @pytest.mark.parametrize("mark", [float("nan"), 1.5, -1.0])
-async def test_a_scorer_that_fails_at_the_truth_too_gives_no_score(mark: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scorer_that_fails_on_the_truth_gives_no_score(mark: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(Scorers):
         def mark(self, *args: Any) -> float:
             return mark
@@ -140,34 +140,34 @@ async def test_a_scorer_that_fails_at_the_truth_too_gives_no_score(mark: float, 
     monkeypatch.setattr(reasoning, "_scorers", Odd())
     one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
     given = await score(one, "3")
-    assert given.value is None and "no mark from 0 to 1" in given.reason
+    assert given.value is None and "not from 0 to 1" in given.reason
 
 
 @pytest.mark.parametrize(("times", "value"), [(1, 1.0), (2, 0.0)])
-async def test_a_scorer_that_takes_too_long_is_asked_once_more(times: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_scorer_is_retried_once(times: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     stops = iter([True] * times)
 
     class Slow(Scorers):
         def mark(self, origin: Any, truth: str, answer: str) -> float:
             if answer != truth and next(stops, False):
-                raise CallTimeout("gave no mark within 5 s")
+                raise CallTimeout("returned no mark within 5 s")
             return 1.0
 
     monkeypatch.setattr(reasoning, "_scorers", Slow())
     one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
     given = await score(one, "3")
-    assert given.value == value and ("at answer '3' the scorer gave no mark" in given.evidence) == (value == 0.0)
+    assert given.value == value and ("answer '3': the scorer returned no mark" in given.evidence) == (value == 0.0)
 
 
 @pytest.mark.models
-def test_an_interrupt_from_the_terminal_is_not_for_the_scorers(quick: Scorers) -> None:
+def test_terminal_interrupt_does_not_reach_the_scorers(quick: Scorers) -> None:
     plain = made("chain_sum")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
     process = quick._worker._children[0]._process
     assert process is not None and os.getpgid(process.pid) != os.getpgid(0)
 
 
-async def test_answers_that_nobody_waits_for_any_more_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_answers_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Slow(Scorers):
@@ -249,7 +249,7 @@ MAY_BE_RIGHT = ("one more", "another's", "followed by '\\n", "half", "reversed")
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.parametrize("part", range(4))
-async def test_no_dataset_pays_for_more_than_the_truth_or_something_near_it(part: int) -> None:
+async def test_no_dataset_rewards_more_than_the_truth(part: int) -> None:
     """Of every dataset that is in: the answers are derived from its truths. gsm_symbolic paid for the negated truth, for instance."""
     paid = []
     for name in everything()[part::4]:
@@ -293,12 +293,12 @@ async def test_no_dataset_pays_for_more_than_the_truth_or_something_near_it(part
         ("count_bits", "12", "\u0661\u0662", False),
     ],
 )
-def test_the_truth_in_another_notation_and_nothing_else(name: str, truth: str, answer: str, due: bool) -> None:
+def test_only_the_truth_in_any_notation_is_right(name: str, truth: str, answer: str, due: bool) -> None:
     assert catalogue.exact(name, answer, truth) is due
 
 
 @given(st.text(max_size=80), st.sampled_from(["gsm_symbolic", "pool_matrix", "polynomial_equations", "power_function", "ab"]))
-def test_any_text_says_the_same_as_itself_only(text: str, name: str) -> None:
+def test_any_text_equals_only_itself(text: str, name: str) -> None:
     assert catalogue.exact(name, text, text)
     assert not catalogue.exact(name, f"{text} x 7", text) and not catalogue.exact(name, f"not {text}", text)
 
@@ -317,7 +317,7 @@ def test_any_text_says_the_same_as_itself_only(text: str, name: str) -> None:
         ("kakurasu", lambda truth: truth.replace("0", "0.5")),
     ],
 )
-async def test_what_a_scorer_lets_pass_is_wrong(name: str, answer: Callable[[str], str]) -> None:
+async def test_answers_that_lenient_scorers_accept_are_wrong(name: str, answer: Callable[[str], str]) -> None:
     for one in (made(name, number) for number in range(6)):
         result = await score(one, answer(one.answer))
         assert result.value == 0.0, f"{one.answer!r}: {result}"

@@ -1,4 +1,4 @@
-"""`rewards.sql`: answers that give the truth's rows without the data are wrong; how a query is written plays no part."""
+"""`rewards.sql`: answers that ignore the data are wrong; the form of a query is irrelevant."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_answer_that_does_not_use_the_data_is_wrong(truth: str, answer: str) 
 
 
 @pytest.mark.parametrize(("truth", "answer"), OTHERWISE)
-def test_a_query_written_otherwise_is_right(truth: str, answer: str) -> None:
+def test_query_in_another_form_is_right(truth: str, answer: str) -> None:
     assert verdict(truth, answer) == {"task": "", "wrong": ""}
 
 
@@ -154,18 +154,18 @@ Q = "SELECT name, 'a;b--c' FROM city"
         Q.lower().replace("city", '"city"'),
     ],
 )
-async def test_what_stands_around_a_query_plays_no_part(written: str) -> None:
+async def test_text_around_a_query_is_ignored(written: str) -> None:
     assert await value(sql, written, answer=Q, databases=SHOP) == 1.0
     if "`" not in written and "~" not in written:
         assert await value(sql, Q, answer=written, databases=SHOP) == 1.0
 
 
 @pytest.mark.parametrize("more", [f"; {Q}", "; DROP TABLE city", ";; DELETE FROM city --", "\n```\n```sql\nSELECT 1\n```"])
-async def test_two_statements_or_blocks_are_no_query(more: str) -> None:
+async def test_two_statements_or_blocks_are_wrong(more: str) -> None:
     assert await value(sql, f"```sql\n{Q}{more}" if "```" in more else Q + more, answer=Q, databases=SHOP) == 0.0
 
 
-async def test_a_truth_that_is_longer_than_any_answer_is_the_tasks_fault() -> None:
+async def test_truth_longer_than_any_answer_is_a_task_fault() -> None:
     score = await judged(sql, task(answer=Q + " " * MAX_ANSWER_CHARS, databases=SHOP), episode(Q))
     assert score.value is None and score.blame is Blame.TASK
 
@@ -181,7 +181,7 @@ async def test_sums_are_compared_within_the_tolerance_at_any_number_of_groups(gr
     assert await value(sql, "SELECT sum(v) / count(*), avg(v) * count(*) + (k = 7) FROM g GROUP BY k", **data) == 0.0
 
 
-def test_a_truth_that_its_tolerance_cannot_tell_apart_is_the_tasks_fault() -> None:
+def test_truth_with_indistinguishable_rows_is_a_task_fault() -> None:
     random = Random(0)
     script = "CREATE TABLE g(v, w); INSERT INTO g VALUES " + ", ".join(f"({random.random()}, {random.random()})" for _ in range(3000))
     told = verdict("SELECT v, w FROM g", "SELECT v, w FROM g", script, relative=0.3)
@@ -206,7 +206,7 @@ def test_whether_a_query_orders(query: str, due: bool) -> None:
 
 
 @given(st.text(alphabet="'\"`[]-/*;() \n\ufeffaB1.e\u00e9", max_size=60))
-def test_any_text_is_read(text: str) -> None:
+def test_any_text_is_accepted(text: str) -> None:
     found = statements(text)
     assert all(one and one in text and not one.startswith(("--", "/*", ";")) for one in found)
     assert [statements(one) for one in found] == [[one] for one in found]

@@ -1,4 +1,4 @@
-"""`exact_answer`: what counts as the truth, and that hostile answers are wrong rather than faults."""
+"""`exact_answer`: the accepted forms of the truth; hostile answers are wrong and not faults."""
 
 from __future__ import annotations
 

@@ -50,19 +50,19 @@ VERIFIERS: dict[str, Callable[[str, str], Any]] = {
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-async def test_the_next_id_is_another(name: str) -> None:
+async def test_next_id_is_different(name: str) -> None:
     assert await VERIFIERS[name](ID, ID) == 1.0
     assert await VERIFIERS[name](ID, NEXT) == 0.0
 
 
 @pytest.mark.parametrize("name", [name for name in VERIFIERS if name not in ("sql", "numeric, units")])
 @pytest.mark.parametrize("form", ["{}.0", "{}.00e0"])
-async def test_nor_does_a_point_make_it_right(name: str, form: str) -> None:
+async def test_decimal_point_does_not_make_it_right(name: str, form: str) -> None:
     assert await VERIFIERS[name](ID, form.format(ID)) == 1.0
     assert await VERIFIERS[name](ID, form.format(NEXT)) == 0.0
 
 
-async def test_a_tolerance_that_the_task_sets_for_its_one_number_is_meant_for_it() -> None:
+async def test_explicit_tolerance_of_the_task_applies() -> None:
     assert await value(Numeric(relative=0.02), "101", answer=100) == 1.0
     assert await value(Numeric(absolute=2), "101", answer=100) == 1.0
     assert await value(numeric, "101", answer=100) == 0.0

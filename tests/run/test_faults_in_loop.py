@@ -46,7 +46,7 @@ async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(t
     assert ["KeyError" in reason for reason in done.excluded_reasons] == [True]
 
 
-@pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is not a Task but of type dict"), (SystemExit(0), "SystemExit: 0")])
+@pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is a dict, not a Task"), (SystemExit(0), "SystemExit: 0")])
 async def test_a_family_that_gives_no_task_costs_that_group_and_an_evaluation_that_task(tmp_path: Path, gives: Any, says: str) -> None:
     def broken(index: int) -> Any:
         if index == 1 and isinstance(gives, SystemExit):

@@ -1,4 +1,4 @@
-"""The family `archive`: what notes are worth to scripted policies, and that its tasks are what they say."""
+"""The family `archive`: the value of notes to scripted policies, and properties of its tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sandboxes.archive.family import KINDS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-async def test_notes_of_earlier_episodes_find_what_one_episode_has_no_time_for() -> None:
+async def test_notes_find_what_one_episode_has_no_time_for() -> None:
     found = await measure(0, steps=6)
     alone, noted = found["alone"], found["with notes"]
     assert noted[0] <= alone[0] + 0.2 and noted[1] <= 0.5, "a group of step 1 reads an empty memory"

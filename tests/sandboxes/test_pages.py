@@ -1,4 +1,4 @@
-"""The family `pages`: which strategy finds what, with scripted policies and the agent of its recipe, and what its verifier says."""
+"""The family `pages`: the results of scripted strategies with the agent of its recipe, and its verifier."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def attempts(runner: EpisodeRunner, count: int) -> list[tuple[Episode, flo
     return made
 
 
-async def test_splitting_and_noting_find_what_one_context_does_not_hold(runs: Callable[..., EpisodeRunner]) -> None:
+async def test_splitting_and_noting_find_what_exceeds_one_context(runs: Callable[..., EpisodeRunner]) -> None:
     split = await attempts(runs(splitting), 6)
     assert [value for _, value in split] == [1.0] * 6 and all(len(one.trajectories) == 6 for one, _ in split)
     noted = await attempts(runs(noting), 6)
@@ -69,7 +69,7 @@ async def test_splitting_and_noting_find_what_one_context_does_not_hold(runs: Ca
     assert 0.0 < sum(value for _, value in forgetful) < 6.0
 
 
-async def test_the_verifier_tells_the_sub_agent_that_failed_from_those_that_worked(runs: Callable[..., EpisodeRunner]) -> None:
+async def test_verifier_scores_each_sub_agent(runs: Callable[..., EpisodeRunner]) -> None:
     task = FAMILY.task(Split.TRAIN, 1)
     page = int(task.data["page"])
 

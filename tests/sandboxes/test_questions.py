@@ -1,4 +1,4 @@
-"""The family `questions`: splitting solves it and nothing else does, in its policy's own tokens, and what its verifier says."""
+"""The family `questions`: only splitting solves it, in its policy's tokens; and its verifier."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_splitting_solves_it_and_one_context_does_not() -> None:
         assert solved.score.value == 1.0, f"{reads.__name__}: it is the room that was missing, and nothing else"
 
 
-async def test_the_verifier_judges_each_helper_and_credit_goes_to_those_that_worked() -> None:
+async def test_verifier_scores_each_helper_and_credit_follows() -> None:
     task = FAMILY.task(Split.TRAIN, 0)
 
     def saying(answer: str, page: int) -> Reads:
@@ -96,7 +96,7 @@ async def test_the_verifier_judges_each_helper_and_credit_goes_to_those_that_wor
     assert credit["wrong", 2] < 0 < credit["wrong", 1], "the helper that did not look is blamed, and no other"
 
 
-async def test_every_way_to_give_credit_has_what_it_needs() -> None:
+async def test_every_credit_method_has_its_inputs() -> None:
     task = FAMILY.task(Split.TRAIN, 1)
     tried = {"split": splitting, "alone": alone, "handed on": handing_on}
     group = Group(
@@ -110,7 +110,7 @@ async def test_every_way_to_give_credit_has_what_it_needs() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, "", "x", "\n\n", "1\n2\n3\n4", "9" * 5000])
-async def test_what_is_no_right_answer_is_worth_nothing(answer: str | None) -> None:
+async def test_wrong_answers_score_0(answer: str | None) -> None:
     task = FAMILY.task(Split.TRAIN, 3)
     episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), answer=answer)
     assert (await answered(task, episode)).value == 0.0
@@ -138,7 +138,7 @@ def answers(task: Task) -> list[str]:
     return printed
 
 
-def test_demonstrations_know_every_move_and_make_the_right_ones_seldom() -> None:
+def test_demonstrations_contain_every_move_but_seldom_the_right_ones() -> None:
     made = [demonstrate(FAMILY.task(Split.TRAIN, index), Random(index)) for index in range(600)]
     ways = Counter(way(one) for one in made)
     assert set(ways) == {"one page", "joining", "splitting", "handing on", "alone"}

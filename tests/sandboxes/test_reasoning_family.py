@@ -1,4 +1,4 @@
-"""The reasoning family: pure tasks, splits that share no question, programs that answer, options that are refused with a reason."""
+"""The reasoning family: pure tasks, disjoint splits, programs that answer, invalid options."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_splits_share_no_question_and_no_prompt_shows_one_of_them() -> None:
 
 
 @pytest.mark.models
-def test_kinds_that_are_held_out_have_a_split_of_their_own() -> None:
+def test_heldout_kinds_have_a_separate_split() -> None:
     assert {task.data["kind"] for task in tasks(Split.HELDOUT_REAL, 20)} == {"lcm", "simple_geometry"}
     assert {task.data["kind"] for split in (Split.TRAIN, Split.HELDOUT) for task in tasks(split, 20)} == {
         *("chain_sum", "gcd", "spell_backward", "tower_of_hanoi")
@@ -134,7 +134,7 @@ def test_a_prompt_begins_with_solved_problems() -> None:
 
 
 @pytest.mark.models
-def test_a_question_that_no_program_reads_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unparsable_question_has_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a version of the package that puts its questions otherwise."""
     assert program("lcm", "Which is the smallest number that 4 and 6 divide?") is None and program("maze", "?") is None
     pattern = PROGRAMS["lcm"]
@@ -161,7 +161,7 @@ def test_the_truth_stays_on_the_host() -> None:
         ({"datasets": "basic_arithmetic(allow_parentheses=false)"}, "from left to right", "leave allow_parentheses out"),
         ({"datasets": "chain_sum(max_term=3)"}, "no key 'max_term'", "max_terms"),
         ({"datasets": "chain_sum(min_terms=9 max_terms=3)"}, "refuses", "max_terms"),
-        ({"datasets": 'basic_arithmetic(operators=["/"])'}, "made no problem with operators=['/']: IndexError", "change these"),
+        ({"datasets": 'basic_arithmetic(operators=["/"])'}, "generated no problem with operators=['/']: IndexError", "change these"),
         ({"datasets": "chain_sum(seed=3)"}, "no key 'seed'", "max_terms"),
         ({"datasets": "chain_sum@99"}, "levels end at", "chain_sum@0"),
         ({"datasets": "gsm_symbolic@0"}, "no levels", "key=value"),
@@ -170,14 +170,14 @@ def test_the_truth_stays_on_the_host() -> None:
         ({"examples": 9}, "examples is 9", "0 to 8"),
     ],
 )
-def test_bad_options_are_refused_with_a_way_out(options: dict[str, object], said: str, fix: str) -> None:
+def test_invalid_options_raise_with_a_fix(options: dict[str, object], said: str, fix: str) -> None:
     with pytest.raises(UserError) as error:
         Reasoning(**options)  # type: ignore[arg-type]
     assert said in str(error.value) and fix in str(error.value.fix)
 
 
 @pytest.mark.models
-def test_no_dataset_that_is_in_evaluates_what_a_model_wrote() -> None:
+def test_no_included_dataset_evaluates_model_output() -> None:
     """By its module's source: a new version of the package must not bring one in unnoticed."""
     from sandboxes.reasoning import package
 
@@ -192,14 +192,14 @@ def test_no_dataset_that_is_in_evaluates_what_a_model_wrote() -> None:
     assert set(catalogue.LEFT_OUT) | set(catalogue.LANGUAGES) | set(HARMLESS) | set(PROGRAMS) <= set(package.names())
 
 
-def test_naming_the_family_imports_no_generator() -> None:
+def test_opening_the_family_imports_no_generator() -> None:
     loaded = "import sys, recipes.smollm2, recipes.smollm2_lora, sandboxes.reasoning, rewards.reasoning"
     code = f"{loaded}; print({{'reasoning_gym', 'sympy', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_without_the_package_the_family_says_how_to_get_it() -> None:
+def test_missing_package_is_reported_with_the_install_command() -> None:
     code = """
 import sys
 sys.modules["reasoning_gym"] = None

@@ -1,4 +1,4 @@
-"""The shipped base policy: files intact, small, and a tokenizer and template that agree with how rollouts make tokens."""
+"""The shipped base policy: intact small files, and a tokenizer and template that match the tokens of rollouts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("folder", [FOLDER, FOLDER.parent / "splitting-base"], ids=lambda folder: folder.name)
-def test_the_files_are_those_whose_hashes_are_listed_and_small(folder: Path) -> None:
+def test_files_are_small_and_match_their_hashes(folder: Path) -> None:
     listed = dict(reversed(line.split("  ")) for line in (folder / "SHA256SUMS").read_text().splitlines())
     present = {path.name for path in folder.iterdir() if path.is_file()} - {"SHA256SUMS"}
     assert set(listed) == present
@@ -39,12 +39,12 @@ def test_the_files_are_those_whose_hashes_are_listed_and_small(folder: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", " ", "a\n\n b", "'", "\\", "\\n", "ŝ\u200d👩", "\x00\x7f", "print(x['a (b)'])\\", "  x[ ["])
-def test_decoding_gives_back_the_text(tokenizer: Any, text: str) -> None:
+def test_decoding_restores_the_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 @given(text=st.text())
-def test_decoding_gives_back_any_text(tokenizer: Any, text: str) -> None:
+def test_decoding_restores_any_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 

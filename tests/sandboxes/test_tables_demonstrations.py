@@ -1,4 +1,4 @@
-"""Demonstrations: mixed as advertised, short, and in the token stream that rollouts produce."""
+"""Demonstrations: of mixed quality, short, and in the token format of rollouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_demonstrations_end_by_submitting_what_was_printed() -> None:
             assert "Traceback" not in str(acts[-2].observation)
 
 
-def test_about_half_of_the_programs_are_right_and_every_mistake_is_shown() -> None:
+def test_about_half_of_the_programs_are_right_and_every_mistake_occurs() -> None:
     seen: Counter[str] = Counter()
     for index in range(COUNT):
         task, acts = FAMILY.task(Split.TRAIN, index), drawn(index)
@@ -55,7 +55,7 @@ def test_about_half_of_the_programs_are_right_and_every_mistake_is_shown() -> No
     assert seen["common"] > seen["rare"] > 20
 
 
-def test_a_misspelt_program_fails_is_not_learned_from_and_is_written_again() -> None:
+def test_misspelt_program_is_not_trained_on_and_is_rewritten() -> None:
     task = FAMILY.task(Split.TRAIN, 0)
     first, second, last = demonstrate(task, Random(0), careful=1.0, guess=0.0, misspelt=1.0)
     assert not first.learn and "Error" in str(first.observation)

@@ -1,4 +1,4 @@
-"""The tables family: pure tasks, splits that share nothing, gold solutions that answer, mistakes that do not."""
+"""The tables family: pure tasks, disjoint splits, gold solutions that are right, mistakes that are wrong."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_task_is_the_same_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("split", list(Split))
-async def test_the_gold_solution_answers_and_the_sloppy_programs_do_not(split: Split) -> None:
+async def test_gold_solution_is_right_and_sloppy_programs_are_wrong(split: Split) -> None:
     for task in tasks(split, 120):
         kind, names = BY_NAME[task.data["kind"]], task.data["names"]
         assert await value(task, run_template(FAMILY.gold(task), task.files)) == 1.0, task.prompt[0].content
@@ -109,7 +109,7 @@ def test_generated_words_belong_to_their_split(split: Split, wild: bool) -> None
     assert 0.15 < sum(belongs(word) is Split.HELDOUT for word in ENGLISH) / len(ENGLISH) < 0.35
 
 
-def test_real_tasks_are_many_and_use_the_tables_own_names() -> None:
+def test_real_tasks_are_many_and_use_the_tables_names() -> None:
     drawn = tasks(Split.HELDOUT_REAL, REAL_TASKS)
     assert len({(task.prompt[0].content, *task.files.values()) for task in drawn}) >= 200
     text = "\n".join(task.prompt[0].content for task in drawn)
@@ -117,7 +117,7 @@ def test_real_tasks_are_many_and_use_the_tables_own_names() -> None:
         assert f"'{name}'" in text
 
 
-def test_an_index_outside_the_split_is_refused() -> None:
+def test_index_outside_the_split_raises() -> None:
     for split, index in ((Split.TRAIN, -1), (Split.HELDOUT_REAL, REAL_TASKS)):
         with pytest.raises(UserError, match="use an index from 0"):
             FAMILY.task(split, index)

@@ -54,7 +54,7 @@ async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_
         name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0,
         judges=spent,
     )  # fmt: skip
-    line = "3 questions to judges, 1 answered before, 330 tokens, money 330; 2 unreadable"
+    line = "3 judge queries, 1 cached, 330 tokens, money 330; 2 unreadable"
     assert line in describe(told, tmp_path)
     assert suites.with_judge_costs("a table", spent) == f"a table\njudges  {line}" and suites.with_judge_costs("a table", {}) == "a table"
     assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(told)}

@@ -73,8 +73,8 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
         (
             judged_by(in_words),
             False,
-            {"tests.session.test_no_result:in_words: verifier gave str, not a Score": 6},
-            "nothing was scored: all 6 episodes of 1 step were left out (6 x tests.session.test_no_result:in_words: verifier gave str",
+            {"tests.session.test_no_result:in_words: verifier returned str, not a Score": 6},
+            "nothing was scored: all 6 episodes of 1 step were left out (6 x tests.session.test_no_result:in_words: verifier returned str",
         ),
         (
             judged_by(broken_for_all),
@@ -133,7 +133,7 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
         run.groups = replace(run.groups, score=TaskScorer())
         run.registry = Registry()  # type: ignore[assignment]
-        told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier gave str"
+        told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier returned str"
         if phase == "before":
             with pytest.raises(InfrastructureError, match=told):
                 await held_out.evaluate_served(run, phase, step=0)

@@ -1,4 +1,4 @@
-"""Task folders: what a good one becomes, and what is said about each mistake."""
+"""Task folders: the resulting task, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -87,20 +87,20 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert codec.from_json(Task, codec.to_json(task)).key == task.key
 
 
-def test_an_image_of_its_own_comes_before_the_familys(tmp_path: Path) -> None:
+def test_task_image_takes_precedence_over_the_familys(tmp_path: Path) -> None:
     folder = good(tmp_path / "family")
     write(folder, {"environment/Dockerfile": "FROM debian\n", "environment/context.txt": "x"})
     assert only(tmp_path / "family").sandbox.image == "family/first/environment"
 
 
-def test_nothing_hidden_is_in_what_the_agent_gets(tmp_path: Path) -> None:
+def test_agent_receives_nothing_hidden(tmp_path: Path) -> None:
     good(tmp_path / "family")
     task = only(tmp_path / "family")
     seen = json.dumps([task.prompt[0].content, dict(task.files), dict(task.binary_files), task.tools])
     assert SECRET not in seen and SECRET.encode() in b"".join(grading_of(task).files().values())
 
 
-def test_the_tests_are_a_part_of_what_defines_a_task(tmp_path: Path) -> None:
+def test_tests_are_part_of_the_task_key(tmp_path: Path) -> None:
     folder = good(tmp_path / "family")
     before = only(tmp_path / "family").key
     assert only(tmp_path / "family").key == before
@@ -160,11 +160,11 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (add("instruction.md", " \n"), ["instruction.md: is empty"]),
     (add("instruction.md", b"\xff\xfe"), ["instruction.md: cannot be read as text"]),
     (remove("tests"), ["tests: is missing"]),
-    (remove("solution/solve.sh"), ["solution: holds 0 of solve.sh and solve.py"]),
-    (add("solution/solve.py"), ["solution: holds 2 of"]),
+    (remove("solution/solve.sh"), ["solution: contains 0 of solve.sh and solve.py"]),
+    (add("solution/solve.py"), ["solution: contains 2 of"]),
     (remove("../image.toml"), ["environment: has no image", "image.toml"]),
     (add("environment/data.csv"), ["environment/data.csv: is not used", "environment/files"]),
-    (add("readme.txt"), ["readme.txt: is no part of a task"]),
+    (add("readme.txt"), ["readme.txt: does not belong to a task"]),
     (link("environment/files/link"), ["environment/files/link: is not a regular file"]),
     (link("tests/link"), ["tests/link: is not a regular file"]),
     (edit("task.toml", "version", "= version"), ["task.toml: is not TOML"]),
@@ -184,16 +184,16 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (edit("task.toml", "cpus = 2", "allow_internet = true"), ["environment.allow_internet = True: ", "environment.network = []"]),
     (edit("task.toml", "cpus = 2", 'network = ["example.org"]'), ["environment.network: ", "example.org"]),
     (edit("task.toml", "cpus = 2", "gpus = 1"), ["environment.gpus = 1: a sandbox has no GPU"]),
-    (edit("task.toml", "cpus = 2", 'memory = "much"'), ["environment.memory = 'much': is a size"]),
+    (edit("task.toml", "cpus = 2", 'memory = "much"'), ["environment.memory = 'much': must be a size"]),
     (edit("task.toml", "cpus = 2", 'env = { KEY = "1" }'), ["environment.env = ", "ENV lines into environment/Dockerfile"]),
-    (edit("task.toml", "timeout_sec = 20.0", 'user = "root"'), ["verifier.user = 'root': programs run as the sandbox's own user"]),
+    (edit("task.toml", "timeout_sec = 20.0", 'user = "root"'), ["verifier.user = 'root': programs run as the sandbox's user"]),
     (edit("task.toml", "timeout_sec = 20.0", "timeout_sec = 9999"), ["verifier.timeout_sec: ", "3600"]),
     (edit("task.toml", "[metadata]", "[solution]\nsecret = 1\n[metadata]"), ["solution: unknown key"]),
     (edit("task.toml", '"src/**"', '"../x"'), ["outputs: '../x' is not a plain path"]),
     (edit("task.toml", '["answer.txt", "src/**"]', "[]"), ["outputs: "]),
-    (edit("task.toml", "outputs", 'split = "test"\noutputs'), ["split: is one of train, heldout"]),
+    (edit("task.toml", "outputs", 'split = "test"\noutputs'), ["split: must be one of train, heldout"]),
     (edit("task.toml", "[verifier]", '[verifier]\nmode = "magic"'), ["verifier.mode: "]),
-    (edit("task.toml", "[verifier]", '[verifier]\nmode = "pytest"'), ["runs do nothing with verifier.mode = pytest"]),
+    (edit("task.toml", "[verifier]", '[verifier]\nmode = "pytest"'), ["runs have no effect with verifier.mode = pytest"]),
     (edit("tests/runs.toml", "argv", "args"), ["tests/runs.toml: run.0: needs either argv"]),
     (edit("tests/runs.toml", "argv", "arg"), ["tests/runs.toml: run.0.arg: unknown key; known here: args, argv, call"]),
     (edit("tests/runs.toml", "input.txt", "gone.txt"), ["there is no file tests/gone.txt"]),
@@ -205,10 +205,10 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (add("tests/runs.toml", CALLED + "args = [2026-11-22]\n"), ["tests/runs.toml: run.0.args: a date is not JSON"]),
     (add("tests/runs.toml", CALLED + "args = [nan]\n"), ["tests/runs.toml: run.0.args: nan is not a JSON number"]),
     (add("tests/runs.toml", CALLED + "[run.kwargs]\na = 12:30:00\n"), ["tests/runs.toml: run.0.kwargs: 'a': a time is not JSON"]),
-    (add("tests/runs.toml", RUNS + RUNS), ["two runs are named 'one'"]),
-    (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "asks for 'answers'"]),
+    (add("tests/runs.toml", RUNS + RUNS), ["two runs have the name 'one'"]),
+    (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "has a parameter 'answers'"]),
     (edit("tests/test_it.py", "def", "dfe"), ["tests/test_it.py", "invalid syntax"]),
-    (edit("tests/test_it.py", "test_it", "it"), ["tests/ holds no test"]),
+    (edit("tests/test_it.py", "test_it", "it"), ["tests/ has no test"]),
 ]
 REWARD = "echo 1 > /logs/verifier/reward.txt\n"
 
@@ -222,7 +222,7 @@ def prebuilt(folder: Path) -> None:
     edit("task.toml", "cpus = 2", 'docker_image = "example/one:1"')(folder)
 
 
-def test_every_mistake_of_every_task_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_all_tasks_are_reported_together(tmp_path: Path) -> None:
     for name in ("one", "two"):
         folder = good(tmp_path / "family", name)
         edit("task.toml", "[metadata]", "[solution]\nsecret = 1\n[metadata]")(folder)
@@ -232,7 +232,7 @@ def test_every_mistake_of_every_task_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as error:
         TaskFolders(tmp_path / "family", root=tmp_path)
     said = str(error.value).splitlines()
-    assert said[0] == "family: 2 of 3 tasks cannot be read"
+    assert said[0] == "family: 2 of 3 tasks are invalid"
     for name in ("one", "two"):
         assert [line.removeprefix(f"task {name}: ").split(" ")[0] for line in said if line.startswith(f"task {name}: ")] == [
             *("more.txt,", "task.toml:", "instruction.md:", "solution:", "tests/runs.toml:"),
@@ -242,9 +242,9 @@ def test_every_mistake_of_every_task_is_told_at_once(tmp_path: Path) -> None:
 HARBOR_MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (prebuilt, ["environment.docker_image = 'example/one:1' has no Dockerfile", "environment/Dockerfile: FROM example/one:1"]),
     (swap_image, ["writes a reward to /logs/verifier", "fix: write environment/Dockerfile"]),
-    (add("environment/docker-compose.yaml"), ["asks for several containers"]),
-    (edit("task.toml", "[metadata]", '[[steps]]\nname = "one"\n[metadata]'), ["steps = ", "a folder of each step"]),
-    (edit("task.toml", "timeout_sec = 20.0", 'mode = "shell"'), ["/logs/verifier, which mode shell does not read", 'mode = "harbor"']),
+    (add("environment/docker-compose.yaml"), ["needs several containers"]),
+    (edit("task.toml", "[metadata]", '[[steps]]\nname = "one"\n[metadata]'), ["steps = ", "a folder for each step"]),
+    (edit("task.toml", "timeout_sec = 20.0", 'mode = "shell"'), ["/logs/verifier, which mode shell ignores", 'mode = "harbor"']),
     (
         add("tests/test.sh", f"apt-get update\n{REWARD}"),
         ["tests/test.sh: line 1 (apt-get update): installs packages", "environment/Dockerfile"],
@@ -266,7 +266,7 @@ def harbors(folder: Path, name: str, toml: str = TOML) -> Path:
 
 
 @pytest.mark.parametrize(("change", "says"), HARBOR_MISTAKES)
-def test_what_a_harbor_folder_cannot_have_is_said(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
+def test_unsupported_harbor_features_are_reported(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
     folder = harbors(tmp_path / "family", "guilty")
     TaskFolders(tmp_path / "family", root=tmp_path)
     change(folder)
@@ -276,7 +276,7 @@ def test_what_a_harbor_folder_cannot_have_is_said(change: Callable[[Path], None]
         assert part in str(error.value)
 
 
-def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_harbor_folder_is_accepted_unmodified(tmp_path: Path) -> None:
     keys = 'allow_internet = true\nnetwork = ["pypi.org:443"]\nmemory = "1.5G"\nstorage = "64M"\ngpus = 0\nmcp_servers = []\n'
     head = '[task]\nname = "a/b"\n[solution.env]\n[verifier]\nenv = {}\nenvironment_mode = "shared"'
     toml = TOML.replace("memory_mb = 64\nstorage_mb = 8\n", keys).replace("[verifier]", head).replace("20.0", "1800.0")
@@ -292,7 +292,7 @@ def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "says"), MISTAKES)
-def test_a_mistake_names_task_file_field_and_fix(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
+def test_mistake_reports_task_file_field_and_fix(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
     good(tmp_path / "family", "innocent")
     write(tmp_path / "family" / "innocent", {"environment/image.toml": 'suite = "bookworm"\n'})
     folder = good(tmp_path / "family", "guilty")
@@ -305,7 +305,7 @@ def test_a_mistake_names_task_file_field_and_fix(change: Callable[[Path], None],
         assert part in message
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_task_are_reported_together(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         good(tmp_path / "family", name)
     (tmp_path / "family" / "a" / "task.toml").unlink()
@@ -314,7 +314,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         TaskFolders(tmp_path / "family", root=tmp_path)
 
 
-def test_a_recipe_names_a_family_by_its_folder(tmp_path: Path) -> None:
+def test_recipe_refers_to_a_family_by_its_folder(tmp_path: Path) -> None:
     good(tmp_path / "sandboxes" / "family", "a")
     good(tmp_path / "sandboxes" / "family", "b")
     config = TasksConfig(family="sandboxes/family", options={"heldout": 0.5})
@@ -329,7 +329,7 @@ def test_a_recipe_names_a_family_by_its_folder(tmp_path: Path) -> None:
         open_family(TasksConfig(family="sandboxes/family", options={"heldout": "half"}), seed=0, root=tmp_path)
 
 
-def test_the_shipped_family_is_whole() -> None:
+def test_shipped_family_is_valid() -> None:
     family = TaskFolders(ROOT / "sandboxes" / "chores", root=ROOT)
     tasks = [family.task(split, index) for split in Split for index in range(family.size(split) or 0)]
     assert len(tasks) >= 8 and family.size(Split.HELDOUT) and len({task.key for task in tasks}) == len(tasks)
@@ -337,8 +337,8 @@ def test_the_shipped_family_is_whole() -> None:
     assert modes.count("judge") >= 8 and {"pytest", "shell"} < set(modes)
 
 
-def test_a_folder_whose_name_is_not_utf8_is_a_mistake(tmp_path: Path) -> None:
+def test_folder_name_that_is_not_utf8_is_a_mistake(tmp_path: Path) -> None:
     good(tmp_path / "family", "na\udcffme")
-    with pytest.raises(TaskError, match=r"'na\\udcffme': is a name that is not UTF-8(?s:.*)rename the folder") as caught:
+    with pytest.raises(TaskError, match=r"'na\\udcffme': is not a valid name(?s:.*)rename the folder") as caught:
         TaskFolders(tmp_path / "family", root=tmp_path)
     str(caught.value).encode()

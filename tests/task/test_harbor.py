@@ -1,4 +1,4 @@
-"""Folders as Harbor has them, unmodified: gold scores 1, nothing and the cheats 0, and what lies in the image is where it belongs."""
+"""Unmodified Harbor folders: gold scores 1, nothing and cheats 0, and the image's files are in place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from agentrl.check import cheats
-from agentrl.check.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
+from agentrl.check.access import image_files
+from agentrl.check.check import check_family
 from agentrl.check.family_source import FamilySource
-from agentrl.check.image_files import image_files
+from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task
 from agentrl.reward import TaskScorer
@@ -168,7 +169,7 @@ def tasks(family: Path) -> dict[str, Task]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BOTH)
-async def test_unmodified_folders_hold(backend: Any, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unmodified_harbor_folders_pass(backend: Any, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against every cheat on one backend; on the other against one of each sort, to see that folders mean the same there."""
     if backend == "bubblewrap":
         for kind in ("TEXTS", "PROGRAMS"):
@@ -186,7 +187,7 @@ async def test_unmodified_folders_hold(backend: Any, family: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("backend", BOTH)
-async def test_a_solution_that_an_image_brings_is_found(backend: Any, family: Path) -> None:
+async def test_solution_inside_the_image_is_reported(backend: Any, family: Path) -> None:
     """A Dockerfile that copies too much: the agent would find the solution in its own working directory."""
     solution = (family / "count" / "solution" / "solve.sh").read_text()
     (family / "count" / "environment" / "data" / "old.sh").write_text(f"# as last year\n{solution}")
@@ -212,7 +213,7 @@ print(subprocess.run(["sh", "-c", "echo $LEVELS; touch /opt/agentrl/start/x /usr
 
 
 @pytest.mark.parametrize("backend", BOTH)
-async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is_taken(backend: Any, family: Path) -> None:
+async def test_dockerfile_applies_and_changes_are_collected(backend: Any, family: Path) -> None:
     task = tasks(family)["count"]
     assert (task.outputs, task.files, task.tools) == ((WHOLE_DIRECTORY,), {}, ("shell", "python", "submit"))
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (256, 10240, ())
@@ -250,7 +251,7 @@ async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is
 
 
 @pytest.mark.docker
-async def test_what_no_sandbox_can_have_is_told_when_the_image_is_made(family: Path, base: str) -> None:
+async def test_unsupported_image_features_are_reported_at_build_time(family: Path, base: str) -> None:
     cases = {
         "WORKDIR /usr": "WORKDIR /usr cannot be",
         "WORKDIR /tmp/x": "WORKDIR /tmp/x cannot be",

@@ -1,4 +1,4 @@
-"""What leaves an agent's sandbox: laws of patterns and paths, and collecting from sandboxes that do what they like."""
+"""Outputs: laws of patterns and paths, and collecting from misbehaving sandboxes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def slow_name(step: str, name: str) -> bool:
 
 
 @given(PATTERN, PATH)
-def test_matching_is_what_its_definition_says(pattern: str, path: str) -> None:
+def test_matching_follows_its_definition(pattern: str, path: str) -> None:
     assert matches_pattern(pattern, path) == slow_matches(pattern.split("/"), path.split("/"))
 
 
 @given(PATTERN)
-def test_an_example_matches_and_an_exact_pattern_is_its_own(pattern: str) -> None:
+def test_example_matches_and_an_exact_pattern_is_its_example(pattern: str) -> None:
     assert not pattern_error(pattern)
     assert matches_pattern(pattern, example_path(pattern)) and is_plain_path(example_path(pattern))
     assert is_exact(pattern) == (example_path(pattern) == pattern)
@@ -59,25 +59,25 @@ def test_matching_takes_no_exponential_time() -> None:
 
 
 @given(st.text(max_size=40))
-def test_a_plain_path_stays_below_its_folder_and_can_be_written_down(path: str) -> None:
+def test_plain_path_stays_below_its_folder_and_is_storable(path: str) -> None:
     if is_plain_path(path):
         assert not path.startswith("/") and ".." not in path.split("/") and "\0" not in path
         assert json.loads(json.dumps(path)).encode().decode() == path
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "..", "a/../b", "a//b", "./a", "a/", "a\0b", "a/\udcff", "x" * 600, "a/" * 40 + "b"])
-def test_paths_that_leave_or_cannot_be_named_are_refused(path: str) -> None:
+def test_escaping_or_invalid_paths_are_rejected(path: str) -> None:
     assert not is_plain_path(path)
     assert pattern_error(path)
 
 
 @pytest.mark.parametrize("pattern", ["a**", "src/**.py", "[ab].txt"])
-def test_patterns_that_mean_something_else_elsewhere_are_refused(pattern: str) -> None:
+def test_ambiguous_patterns_are_rejected(pattern: str) -> None:
     assert pattern_error(pattern)
 
 
 @given(FILES, FILES)
-def test_an_overlay_can_always_be_written_and_keeps_all_that_lies_above(below: dict[str, bytes], above: dict[str, bytes]) -> None:
+def test_overlay_is_writable_and_keeps_all_files_above(below: dict[str, bytes], above: dict[str, bytes]) -> None:
     above = writable(above)
     result = overlay(writable(below), above)
     assert result == writable(result)
@@ -91,7 +91,7 @@ def writable(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @given(FILES, st.lists(PATTERN, max_size=3))
-def test_selecting_is_matching(files: dict[str, bytes], patterns: list[str]) -> None:
+def test_select_returns_the_matching_files(files: dict[str, bytes], patterns: list[str]) -> None:
     assert select_files(files, patterns) == {path: data for path, data in files.items() if any(matches_pattern(p, path) for p in patterns)}
 
 
@@ -108,7 +108,7 @@ def listing(*names: str) -> Callable[[str], ExecResult]:
     return printing(json.dumps(names))
 
 
-async def test_links_are_refused_and_what_is_missing_is_just_missing() -> None:
+async def test_links_are_rejected_and_missing_files_ignored() -> None:
     sandbox = Refusing("s", printing(""), {"a": b"1", "link": b"LINK"})
     collected = await collect_outputs(sandbox, ["a", "link", "missing"])
     assert collected.files == {"a": b"1"}
@@ -121,7 +121,7 @@ async def test_a_listing_only_proposes_names() -> None:
     assert set((await collect_outputs(sandbox, ["src/*.py"])).files) == {"src/a.py"}
 
 
-async def test_what_was_listed_and_cannot_be_taken_is_told_in_words_that_can_be_stored() -> None:
+async def test_uncollected_files_are_reported_as_storable_text() -> None:
     deep, long = "/".join("d" * 40), "x" * 600
     collected = await collect_outputs(Refusing("s", listing("a", "\udcff", deep, long, "gone"), {"a": b"1"}), ["**", "missing"])
     assert collected.files == {"a": b"1"}
@@ -129,7 +129,7 @@ async def test_what_was_listed_and_cannot_be_taken_is_told_in_words_that_can_be_
     json.dumps(dict(collected.refused), ensure_ascii=False).encode()
 
 
-async def test_names_that_lead_nowhere_are_not_tried_without_end() -> None:
+async def test_number_of_tried_names_is_limited() -> None:
     tried = []
 
     class Counting(Refusing):
@@ -143,18 +143,18 @@ async def test_names_that_lead_nowhere_are_not_tried_without_end() -> None:
 
 
 @pytest.mark.parametrize("said", ["", "{}", "[1, 2]", "[" * 100_000, '["a"'])
-async def test_a_listing_that_is_none_is_the_agents_doing(said: str) -> None:
+async def test_invalid_listing_is_blamed_on_the_agent(said: str) -> None:
     collected = await collect_outputs(Refusing("s", printing(said), {"a": b"1"}), ["*"])
     assert not collected.files and "*" in collected.refused
 
 
-async def test_a_program_that_cannot_start_is_the_agents_doing() -> None:
+async def test_listing_that_cannot_start_is_blamed_on_the_agent() -> None:
     full = ExecResult(exit_code=126, stdout="", stderr="agentrl: cannot start: no processes", wall_s=0.0)
     collected = await collect_outputs(Refusing("s", lambda code: full, {"a": b"1", "b": b"2"}), ["a", "*.txt"])
     assert collected.files == {"a": b"1"} and "cannot start" in collected.refused["*.txt"]
 
 
-async def test_number_and_size_are_bounded() -> None:
+async def test_number_and_size_of_outputs_are_limited() -> None:
     names = [f"f{number}" for number in range(OUTPUT_FILES + 5)]
     many = await collect_outputs(Refusing("s", listing(*names), dict.fromkeys(names, b"")), ["*"])
     assert len(many.files) == OUTPUT_FILES and len(many.refused) == 1
@@ -162,7 +162,7 @@ async def test_number_and_size_are_bounded() -> None:
     assert set(big.files) == {"a", "c"} and set(big.refused) == {"b"}
 
 
-async def test_a_sandbox_that_is_gone_or_silent_is_a_fault_of_the_machine() -> None:
+async def test_lost_or_silent_sandbox_is_an_infrastructure_fault() -> None:
     gone = Refusing("s", printing(""), {})
     await gone.close()
     with pytest.raises(SandboxError):
@@ -177,7 +177,7 @@ async def test_a_sandbox_that_is_gone_or_silent_is_a_fault_of_the_machine() -> N
         await collect_outputs(Silent("s", printing(""), {}), ["a"], timeout_s=0.05)
 
 
-async def test_the_whole_working_directory_is_what_differs_from_the_images() -> None:
+async def test_whole_directory_collects_the_changes_to_the_image() -> None:
     assert (
         is_exact(WHOLE_DIRECTORY) is False
         and matches_pattern(WHOLE_DIRECTORY, "a/b")

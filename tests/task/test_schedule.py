@@ -31,26 +31,26 @@ class Ten:
         return ""
 
 
-def test_every_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_has_every_task_once_in_a_different_order() -> None:
     schedule = GroupSchedule(Ten(), seed=3)
     ids = [schedule.task(i).id for i in range(30)]
     assert Counter(ids) == {str(i): 3 for i in range(10)}
     assert ids[:10] != ids[10:20]
 
 
-def test_the_index_alone_decides_so_a_resumed_run_sees_the_same_tasks() -> None:
+def test_task_depends_only_on_the_index() -> None:
     first, second = GroupSchedule(Ten(), seed=3), GroupSchedule(Ten(), seed=3)
     assert [first.task(i).key for i in range(25)] == [second.task(i).key for i in reversed(range(25))][::-1]
 
 
 @pytest.mark.parametrize("family", [f"{__file__}:Missing", "no.such.module:X", "./absent.py:X", "nothing", "json:dumps"])
-def test_a_family_that_does_not_resolve_is_refused_with_its_name(family: str) -> None:
+def test_unresolvable_family_raises_with_its_name(family: str) -> None:
     with pytest.raises(PluginError) as error:
         open_family(TasksConfig(family=family), seed=0)
     assert "fix" in str(error.value)
 
 
-def test_every_image_of_a_family_is_made_ready_before_a_run() -> None:
+def test_every_image_of_a_family_has_a_spec_to_prepare() -> None:
     class Two(Ten):
         def task(self, split: Split, index: int) -> Task:
             return replace(super().task(split, index), sandbox=SandboxSpec(image=f"image-{index % 2}", memory_mb=64 + index))
@@ -63,10 +63,10 @@ def test_every_image_of_a_family_is_made_ready_before_a_run() -> None:
     assert [spec.image for spec in sandbox_specs(Endless())] == ["image-0"]
 
 
-def test_what_a_family_makes_that_is_no_task_is_told_as_a_task_error() -> None:
+def test_invalid_task_of_a_family_raises_task_error() -> None:
     class Broken(Ten):
         def task(self, split: Split, index: int) -> Task:
             return replace(super().task(split, index), data={"answer": float("nan")})
 
-    with pytest.raises(TaskError, match=r"ten: train task \d cannot be made: Task.data: 'answer': nan is not a JSON number"):
+    with pytest.raises(TaskError, match=r"ten: train task \d cannot be created: Task.data: 'answer': nan is not a JSON number"):
         GroupSchedule(Broken(), seed=0).task(0)

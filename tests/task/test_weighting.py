@@ -1,4 +1,4 @@
-"""Which tasks are given more often: known weights, and a schedule that follows them and says the same each time."""
+"""Task weighting: known weights, and a deterministic schedule that follows them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def of_kind(kind: str, index: int = 0) -> Task:
     return replace(plain(Split.TRAIN, index), data={"kind": kind})
 
 
-def test_a_kind_is_weighed_by_its_newest_groups_against_the_best_one() -> None:
+def test_weight_of_a_kind_comes_from_its_newest_groups() -> None:
     lines = [taught(n, kind="easy") for n in range(20)]
     lines += [taught(n, kind="even", scores=(0.0, 1.0) if n % 2 else (0.0, 0.0)) for n in range(20)]
     lines += [taught(n, kind="hard", scores=(0.0,)) for n in range(20)]  # one attempt: what a fault left of the group
@@ -73,12 +73,12 @@ def test_a_kind_is_weighed_by_its_newest_groups_against_the_best_one() -> None:
     assert recorded([taught(0), taught(1, kind="even")]).weight_of(of_kind("even")) == 1.0, "where nothing is left to learn, all are alike"
 
 
-def test_scores_off_the_scale_are_at_its_ends() -> None:
+def test_scores_outside_0_to_1_are_clipped() -> None:
     low, high = taught(0, scores=(-5.0, -1.0)), taught(0, scores=(3.0, 7.0))
     assert (low.mean, low.headroom, high.headroom) == (-3.0, 1.0, 0.0)
 
 
-def test_a_task_that_was_given_is_weighed_by_its_own_groups() -> None:
+def test_weight_of_a_used_task_comes_from_its_groups() -> None:
     task, other = of_kind("easy", 1), of_kind("easy", 2)
     lines = [taught(n, key=task.key, scores=(0.0, 0.0)) for n in range(2)] + [taught(n, scores=(0.0, 1.0)) for n in (2, 3)]
     weights = recorded(lines, by_task=True, least=0.01)
@@ -88,7 +88,7 @@ def test_a_task_that_was_given_is_weighed_by_its_own_groups() -> None:
 
 
 @pytest.mark.parametrize("size", [None, 300])
-def test_the_schedule_follows_the_weights_and_says_the_same_each_time(size: int | None) -> None:
+def test_schedule_follows_the_weights_deterministically(size: int | None) -> None:
     weights = Weights(0.1, {}, {"easy": 0.1, "even": 1.0, "hard": 0.1})
     schedule = GroupSchedule(Kinds(size), seed=5)
     given = [schedule.task(n, weights) for n in range(300)]
@@ -99,13 +99,13 @@ def test_the_schedule_follows_the_weights_and_says_the_same_each_time(size: int 
     assert [schedule.task(n, Weights(0.1, {}, {})) for n in range(9)] == [schedule.task(n) for n in range(9)]
 
 
-def test_where_all_are_passed_over_the_first_that_may_be_trained_on_is_given() -> None:
+def test_first_allowed_task_is_used_if_all_are_skipped() -> None:
     schedule = GroupSchedule(Kinds(3), seed=0)
     never = Weights(0.0, {schedule.task(n).key: 0.0 for n in range(3)}, {"easy": 1.0})
     assert [schedule.task(n, never) for n in range(6)] == [schedule.task(n) for n in range(6)]
 
 
-def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
+def test_only_valid_lines_are_parsed() -> None:
     line = taught(3, scores=(0.0, 0.25))
     assert line.has_spread and GroupOutcome.from_line(json_line(codec.to_data(line))) == line
     whole = codec.to_data(line)
@@ -127,12 +127,12 @@ def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
     assert all(GroupOutcome.from_line(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
 
 
-def test_a_kind_may_be_called_anything() -> None:
+def test_any_name_of_a_kind_is_accepted() -> None:
     assert len(taught(0, kind="x" * 10_000).kind) == 200
     assert recorded([taught(n, kind="x" * 10_000) for n in range(3)]).weight_of(of_kind("x" * 10_000)) == 1.0
 
 
-def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts_of_is_not_judged() -> None:
+def test_broken_task_has_no_headroom_and_faulted_groups_do_not_count() -> None:
     task = of_kind("hard")
     broken = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no such image")
     lost = replace(broken, blame=Blame.INFRASTRUCTURE)
@@ -143,7 +143,7 @@ def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts
         assert [GroupOutcome.from_line(json_line(codec.to_data(line))) for line in lines] == lines
 
 
-def test_a_task_that_cannot_be_made_is_given_no_more_often_for_being_next_to_others() -> None:
+def test_broken_task_fails_only_its_own_groups() -> None:
     class Torn(Kinds):
         def task(self, split: Split, index: int) -> Task:
             if index % 3 == 2:

@@ -1,9 +1,9 @@
-"""Starts tests that share a process or a sandbox with the code under test, and reports their results on its own stdout.
+"""Runs tests that share a process or a sandbox with the code under test, and reports their results on its own stdout.
 
     python3 -I -B -c SOURCE   in the working directory, with tests/ and work/ in it; stdin: {"secret", "mode", "child", "files"}
 
-Standard library only, Python 3.9 or later. This process runs none of that code, which cannot read it (it is not dumpable, so not
-even its open files can be reached) but can kill it: then there is no report, and no test has passed.
+Standard library only, Python 3.9 or later. This process executes no code under test. That code can kill it, and then no test has passed,
+but cannot read it: the process is not dumpable, which also protects its open files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 1 << 20
 
 
 def shell(request: dict[str, Any]) -> dict[str, str]:
-    """tests/test.sh passes when it exits with 0. It is passed as text, so that nobody can change the file while it is read."""
+    """Runs tests/test.sh, which passes if it exits with 0. The script is passed as text, so it cannot be changed while it is read."""
     with open(os.path.join(HOME, "tests", "test.sh"), encoding="utf-8") as file:
         script = file.read()
     status = subprocess.call(["bash", "-c", script, "test.sh"], cwd=os.path.join(HOME, "work"), stdin=subprocess.DEVNULL)
@@ -35,7 +35,7 @@ def shell(request: dict[str, Any]) -> dict[str, str]:
 
 
 def pytest(request: dict[str, Any]) -> dict[str, str]:
-    """Reports of single tests come through a pipe, each signed with a key that only the reporting plugin has."""
+    """Runs pytest. Reports of single tests come through a pipe, each signed with a key that only the reporting plugin has."""
     key = secrets.token_bytes(32)
     receive, send = os.pipe()
     command = [sys.executable, "-I", "-B", "-c", request["child"], str(send), *request["files"]]
@@ -72,6 +72,7 @@ def reports(said: bytes, key: bytes) -> dict[str, str]:
 
 
 def main() -> None:
+    """Runs the tests and prints the signed report."""
     request = json.loads(sys.stdin.read())
     if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) != 0:  # PR_SET_DUMPABLE
         raise OSError("prctl")

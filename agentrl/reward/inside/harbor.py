@@ -2,9 +2,9 @@
 
     python3 -I -B -c SOURCE     stdin: {"secret", "tests": {path: base64}, "written": [path], "removed": [path]}
 
-The working directory holds the image's files with the agent's on top. Standard library only, Python 3.9 or later. This process runs
-none of the code under test, which cannot read it but can kill it: then there is no report. The reward is a file, though, which any
-program in this sandbox can write.
+The working directory holds the image's files and the agent's changes. Standard library only, Python 3.9 or later. This process executes
+no code under test. That code can kill it, and then there is no report, but cannot read it. The reward is a file that any program in this
+sandbox can write.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PROGRAM_STARTS = (b"#!", b"\x7fELF")
 
 
 def write_tests(tests: dict[str, str]) -> None:
+    """Writes the tests (path -> base64) to /tmp/tests."""
     for path, text in tests.items():
         target = os.path.join(TESTS, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -39,7 +40,7 @@ def write_tests(tests: dict[str, str]) -> None:
 
 
 def restore(written: Sequence[str], removed: Sequence[str]) -> None:
-    """Makes programs executable again, since files come without modes, and removes the image's files that the agent removed."""
+    """Makes programs executable again, since files arrive without modes, and removes the image's files that the agent removed."""
     for path in written:
         with contextlib.suppress(OSError), open(os.path.join(HOME, path), "rb") as file:
             if file.read(4).startswith(PROGRAM_STARTS):
@@ -50,7 +51,7 @@ def restore(written: Sequence[str], removed: Sequence[str]) -> None:
 
 
 def left(name: str) -> str | None:
-    """A file in the verdict's folder, opened without following links; None unless it is a regular file of at most `LONGEST` bytes."""
+    """The content of a file in the reward folder; None unless it is a regular file of at most `LONGEST` bytes. Does not follow links."""
     fd = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in VERDICT:
@@ -69,6 +70,7 @@ def left(name: str) -> str | None:
 
 
 def main() -> None:
+    """Runs tests/test.sh and prints its exit code and the reward files."""
     request: dict[str, Any] = json.loads(sys.stdin.read())
     if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) != 0:  # PR_SET_DUMPABLE
         raise OSError("prctl")

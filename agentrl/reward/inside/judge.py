@@ -1,10 +1,10 @@
-"""Runs hidden tests on the results of programs under test, in a sandbox in which no such program ever runs.
+"""Runs hidden tests on the results of programs under test, in a sandbox that never executes such a program.
 
     python3 -I -B -c SOURCE   in the working directory, with tests/, outputs/ and runs/ in it; the first line of stdin is a secret
 
-Standard library only, Python 3.9 or later. Tests are the functions `test_*` of tests/test_*.py, with parameters `outputs` and
-`runs`. Each line of the report begins with the secret; what tests print goes to stderr. The tests are loaded before any file of the
-agent is read, so the agent cannot affect whether they load.
+Standard library only, Python 3.9 or later. Tests are the functions `test_*` of tests/test_*.py, with parameters `outputs` and `runs`.
+Each line of the report starts with the secret; output of the tests goes to stderr. The tests are loaded before any of the agent's files
+is read, so the agent cannot affect whether they load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 600
 
 
 class Files:
-    """Files by name, read on access: bytes, `text(path)` or `json(path)`. Access to a missing one fails the test."""
+    """Files by name, read on access: bytes, `text(path)` or `json(path)`. Access to a missing file fails the test."""
 
     def __init__(self, folder: str, what: str) -> None:
         self.folder, self.what = folder, what
@@ -49,17 +49,19 @@ class Files:
             return file.read()
 
     def text(self, path: str) -> str:
+        """The file as UTF-8 text."""
         try:
             return self[path].decode()
         except UnicodeDecodeError as error:
             raise AssertionError(f"{path} is not UTF-8: {error}") from None
 
     def json(self, path: str) -> Any:
+        """The file as a JSON value."""
         return parsed(self.text(path), path)
 
 
 class Run:
-    """Results of one run: `exit` (None when killed for `reason`), `stdout`, `stderr`, `files`, and the JSON `value` it printed."""
+    """Results of one run: `exit` (None if killed for `reason`), `stdout`, `stderr`, `files`, and the JSON `value` that it printed."""
 
     def __init__(self, number: int, fields: dict[str, Any]) -> None:
         self.name, self.exit, self.reason = fields["name"], fields["exit"], fields["reason"]
@@ -68,8 +70,9 @@ class Run:
 
     @property
     def value(self) -> Any:
+        """The JSON value on stdout. Fails the test if the run did not exit with 0."""
         assert self.exit == 0, f"run {self.name}: exit {self.exit} {self.reason} {self.stderr[-300:]}"
-        return parsed(self.stdout, f"what run {self.name} gives")
+        return parsed(self.stdout, f"the output of run {self.name}")
 
     @property
     def error(self) -> str:
@@ -78,6 +81,7 @@ class Run:
 
 
 def parsed(text: str, what: str) -> Any:
+    """The JSON value of a text. Fails the test if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -85,6 +89,7 @@ def parsed(text: str, what: str) -> Any:
 
 
 def load(path: str) -> dict[str, Callable[..., None]]:
+    """Name -> test function of one test file."""
     name = os.path.basename(path)[: -len(".py")]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
@@ -95,7 +100,7 @@ def load(path: str) -> dict[str, Callable[..., None]]:
 
 
 def collect(folder: str) -> dict[str, Callable[..., None]]:
-    """Name -> test function, of every test file."""
+    """Name -> test function of all test files."""
     sys.path.append(folder)
     tests: dict[str, Callable[..., None]] = {}
     for top, _, names in os.walk(folder):
@@ -107,13 +112,14 @@ def collect(folder: str) -> dict[str, Callable[..., None]]:
 
 
 def explain(error: BaseException) -> str:
-    """The line of the tests that failed, and the error."""
+    """The error, with the line of the tests that failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(HOME)]
     where = f"line {frames[-1].lineno}: {frames[-1].line}  " if frames else ""
     return f"{where}{type(error).__name__}: {error}"[:LONGEST]
 
 
 def main() -> None:
+    """Loads the tests, runs them, and prints one line for each."""
     secret = sys.stdin.readline().strip()
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

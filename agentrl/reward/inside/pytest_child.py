@@ -1,10 +1,10 @@
 """Runs pytest with configuration, rootdir and conftest files of the hidden tests only, and reports each test through a pipe.
 
-python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test can be imported, and comes last on the path
+    python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test can be imported and comes last on the path
 
 The code under test shares this process. After every test, this module checks what such code can easily change: functions and classes of
-pytest, unittest, builtins and common modules, the tests' own code, trace functions, and new classes whose instances are equal to different
-things. Any difference fails the test.
+pytest, unittest, builtins and common modules, the tests' own code, trace functions, and new classes whose instances are equal to
+different things. Any difference fails the test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMON = "operator json math re collections functools itertools decimal fraction
 
 
 def reporter() -> Callable[[str, str], None]:
-    """Returns a function that writes signed lines. Only its closure holds the key; code in the same process can dig it out."""
+    """Returns a function that writes signed lines. Only its closure holds the key, though code in the same process can extract it."""
     key, pipe = hmac.new(sys.stdin.buffer.read(), b"", hashlib.sha256), int(sys.argv[1])
     write, dumps = os.write, json.dumps
 
@@ -59,7 +59,10 @@ def guard() -> Callable[[], str]:
     def parts(module: ModuleType) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
         for owner in (module, *(one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__)):
             for name, value in list(vars(owner).items()):
-                if callable(value) and name not in ("_", "_getini_unknown_type"):  # a prompt's, and one that pytest replaces itself
+                if callable(value) and name not in (
+                    "_",
+                    "_getini_unknown_type",
+                ):  # both change by themselves
                     yield vars(owner), name, value, getattr(value, "__code__", None)
 
     common = [importlib.import_module(name) for name in COMMON.split()]
@@ -73,7 +76,7 @@ def guard() -> Callable[[], str]:
             try:
                 blanks.append(maker.__new__(kind))
                 break
-            except BaseException:  # of another base, or not to be made
+            except BaseException:  # another base class, or not constructible
                 continue
         for blank in blanks:
             equal = []
@@ -82,7 +85,7 @@ def guard() -> Callable[[], str]:
                     said = compare(None, sample) if blank is None else blank == sample
                     if said is not nothing and said:
                         equal.append(sample)
-                except BaseException:  # it compares nothing with this
+                except BaseException:  # not comparable with this sample
                     continue
             if size(equal) > 1 or (equal and equal[0] is missing):
                 return True
@@ -107,7 +110,7 @@ def guard() -> Callable[[], str]:
 
 
 class Reports:
-    """The plugin: a test passes when its call does; every other outcome, including a skip, is an error."""
+    """The plugin: a test passes if its call does; every other outcome, including a skip, is an error."""
 
     def __init__(self, report: Callable[[str, str], None], changed: Callable[[], str]) -> None:
         self.report, self.changed = report, changed
@@ -115,15 +118,18 @@ class Reports:
         self.tests: list[tuple[Any, Any]] = []  # each test's function, and its code
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Records the code of all tests."""
         functions = [item.function for item in session.items if isinstance(item, pytest.Function)]
         self.tests = [(one, one.__code__) for one in functions if hasattr(one, "__code__")]
 
     def wrong(self) -> str:
+        """What the code under test has changed; empty if nothing."""
         if any(function.__code__ is not code for function, code in self.tests):
             return "a test was replaced during the tests"
         return self.changed()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Reports the test: at once if it failed, else after its teardown."""
         test = report.nodeid.partition("[")[0]
         if not report.passed:
             self.report(test, f"{report.when} {report.outcome}: {report.longrepr}")
@@ -133,10 +139,12 @@ class Reports:
             self.report(test, self.wrong())
 
     def pytest_sessionfinish(self) -> None:
+        """Reports changes that a test after the last one could have seen."""
         if error := self.wrong():
             self.report("the process of the tests", error)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Reports test files that cannot be collected."""
         if not report.passed:
             self.report(f"collecting {report.nodeid}", f"{report.longrepr}")
 
@@ -144,7 +152,7 @@ class Reports:
 sources = [os.path.join(TESTS, name) for name in sys.argv[2:]]
 if not any(b"ANY" in Path(path).read_bytes() for path in sources):
     anything: Any = unittest.mock._ANY
-    anything.__eq__ = object.__eq__  # the code under test could return ANY, and no test asks for it
+    anything.__eq__ = object.__eq__  # the code under test could return ANY, and no test uses it
 sys.path += [TESTS, WORK]
 options = ["-q", "-p", "no:cacheprovider", f"--rootdir={TESTS}", f"--confcutdir={TESTS}", "-c", os.devnull, "--import-mode=importlib"]
 sys.exit(pytest.main([*options, *sources], plugins=[Reports(reporter(), guard())]))

@@ -15,7 +15,7 @@ from agentrl.plugins.references import add_project_root, content_root
 from agentrl.records import Episode, ExecResult, SandboxSpec, Score, Task, codec
 from agentrl.records.paths import is_plain_path
 from agentrl.reward import TaskScorer, cleanroom
-from agentrl.reward.rewardfile import reward
+from agentrl.reward.cleanroom import parse_reward
 from agentrl.sandbox import arguments
 from agentrl.task.grading import GRADING_KEY, Grading, Mode, encode_files
 from agentrl.task.outputs import WHOLE_DIRECTORY, collect_outputs, select_files
@@ -80,9 +80,9 @@ def prepare(scratch: Path) -> Check:
         elif label == "listing":
             loop.run_until_complete(_collected(text))
         elif label == "reward.txt":
-            _reward(*reward(text, None))
+            _reward(*parse_reward(text, None))
         elif label == "reward.json":
-            _reward(*reward(None, text))
+            _reward(*parse_reward(None, text))
         elif label == "reports":
             results = reports(body, b"key")
             must(all(isinstance(name, str) and isinstance(error, str) for name, error in results.items()), "a report that is no text")

@@ -1,4 +1,4 @@
-"""The audit: it is logged beside the score, moves no reward, and speaks where it contradicts one."""
+"""Combining scores: trajectories of several verifiers, and the audit, which does not change the reward but can contradict it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agentrl.config import TasksConfig, build
 from agentrl.errors import RecipeError
 from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.reward.audit import AUDIT_PART, add_audit, audit_contradiction
+from agentrl.reward.combine import AUDIT_PART, add_audit, add_branches, audit_contradiction
 from agentrl.session.measure import MAX_PARTS, score_part_means
 
-HERE = "tests.reward.test_audit"
+HERE = "tests.reward.test_combine"
 
 
 async def generous(task: Task, episode: Episode) -> Score:
@@ -45,17 +45,17 @@ def scored(score: Score) -> ScoredEpisode:
     return ScoredEpisode(episode=EPISODE, score=score)
 
 
-async def test_an_audit_moves_no_reward_and_contradicts_it() -> None:
+async def test_audit_does_not_change_the_reward_but_can_contradict_it() -> None:
     plain = await TaskScorer()(TASK, EPISODE)
     score = await TaskScorer(audit=(f"{HERE}:strict",))(TASK, EPISODE)
     assert score.value == plain.value == 1.0 and score.turn_rewards == plain.turn_rewards
     assert score.parts[AUDIT_PART] == score.parts[f"audit/{HERE}:strict"] == 0.25
     said = audit_contradiction(TASK, scored(score), below=1.0)
-    assert said.startswith("the audit gives 0.25 where the reward is 1: audit ") and "\x1b" not in said
+    assert said.startswith("the audit is 0.25, but the reward is 1: audit ") and "\x1b" not in said
     assert audit_contradiction(TASK, scored(plain), below=1.0) == ""
 
 
-async def test_an_audit_that_breaks_leaves_no_part_and_no_verdict() -> None:
+async def test_failing_audit_adds_no_part_and_no_contradiction() -> None:
     score = await TaskScorer(audit=(f"{HERE}:strict", f"{HERE}:broken"))(TASK, EPISODE)
     assert score.value == 1.0 and AUDIT_PART not in score.parts and f"audit/{HERE}:strict" in score.parts
     assert "RuntimeError" in score.evidence and audit_contradiction(TASK, scored(score), below=1.0) == ""
@@ -67,12 +67,12 @@ def test_only_a_high_reward_is_contradicted(value: float, audit: float, speaks: 
     assert bool(audit_contradiction(TASK, scored(score), below=1.0)) is speaks
 
 
-def test_a_verifier_cannot_write_the_audits_part() -> None:
+def test_verifier_cannot_write_the_audit_part() -> None:
     forged = Score(value=1.0, parts={"audit": 1.0, "audit/strict": 1.0})
     assert add_audit(forged, {"strict": Score(value=None, reason="down")}).parts == {}
 
 
-def test_step_figures_hold_the_parts_within_bounds() -> None:
+def test_step_metrics_contain_the_parts_within_limits() -> None:
     many = {f"p{n}": 1.0 for n in range(100)} | {"ensemble/disagreement": 0.5, AUDIT_PART: 0.5, "bad\x1bname": 1.0, "endless": math.inf}
     means = score_part_means(
         [scored(Score(value=1.0, parts=many)), scored(Score(value=0.0, parts={AUDIT_PART: 0.1, "zz": 4.0, "p99": 3.0}))]
@@ -82,7 +82,15 @@ def test_step_figures_hold_the_parts_within_bounds() -> None:
     assert all(name.isprintable() and math.isfinite(value) for name, value in means.items())
 
 
-def test_a_recipe_has_no_verifier_that_audits_itself() -> None:
+def test_recipe_rejects_a_verifier_that_audits_itself() -> None:
     with pytest.raises(RecipeError, match="an audit that agrees with itself"):
         build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "verifiers": ["a:b"], "audit": ["a:b"]}})
     assert TasksConfig(family="f:F", audit=("a:b",)).audit == ("a:b",)
+
+
+def test_verifiers_without_branch_scores_contribute_their_value() -> None:
+    judged = Score(value=1.0, branches=(None, 0.0, 0.5), without=(None, 0.0, None))
+    plain = Score(value=0.4)
+    combined = add_branches(Score(value=0.7), [(0.75, judged), (0.25, plain)])
+    assert combined.branches == (None, 0.1, 0.475) and combined.without == (None, 0.1, None) and combined.value == 0.7
+    assert add_branches(Score(value=0.4), [(1.0, plain)]) == plain

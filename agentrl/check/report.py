@@ -1,0 +1,130 @@
+"""The report of `agentrl check`: cases, proofs and what was not proven, as data and as text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.base.scores import all_equal
+from agentrl.check.findings import Proof, join_examples, plural, unique
+from agentrl.observe.exclusions import printable_text
+from agentrl.records import codec
+
+GOLD, NOTHING, IMAGE = "gold solution", "doing nothing", "image"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """The result of one case of one task: expected score, actual score (None: unscored), and why."""
+
+    task: str
+    case: str
+    wanted: float
+    value: float | None
+    detail: str
+    wall_s: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the score is the expected one."""
+        return self.value is not None and all_equal((self.value, self.wanted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The results of `agentrl check` on a family, and what was not proven."""
+
+    cases: tuple[CaseResult, ...]
+    proofs: tuple[Proof, ...]
+    not_proven: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case and every proof passed."""
+        return all(case.ok for case in self.cases) and all(proof.ok for proof in self.proofs)
+
+    def to_data(self) -> dict[str, Any]:
+        """The report as JSON data."""
+        proofs = [codec.to_data(proof) | {"ok": proof.ok} for proof in self.proofs]
+        return {"ok": self.ok, "cases": list(map(codec.to_data, self.cases)), "proofs": proofs, "not_proven": list(self.not_proven)}
+
+
+def render(report: CheckReport) -> str:
+    """The report as text: what was proven, what is wrong with which task, and what was not proven."""
+    console = Console(width=140, force_terminal=False)
+    with console.capture() as captured:
+        for line in (*_verdicts(report), ""):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if any(not case.ok for case in report.cases):
+            console.print(_wrong_cases(report.cases), markup=False)
+        for proof in report.proofs:
+            if proof.table:
+                console.print(_figures(proof), markup=False)
+        findings = [line for proof in report.proofs for line in _findings(proof)]
+        for line in (*findings, *([""] if findings else []), "not proven:"):
+            console.print(printable_text(line), markup=False, highlight=False, soft_wrap=True)
+        for text in report.not_proven:
+            console.print(f"  - {printable_text(text)}", markup=False, highlight=False, soft_wrap=True)
+    return captured.get().rstrip()
+
+
+def _findings(proof: Proof) -> list[str]:
+    """A proof's findings with its name as heading, failures first."""
+    order = ("failure", "warning", "unsafe", "note")
+    ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
+    lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
+    return [f"{proof.name}:", *lines] if lines else []
+
+
+def _verdicts(report: CheckReport) -> list[str]:
+    """One line for each claim."""
+    cheating = [case for case in report.cases if case.case not in (GOLD, IMAGE)]
+    tasks = len({case.task for case in report.cases})
+    cheated = sum(case.case != NOTHING for case in cheating)
+    lines = [
+        (all(case.ok for case in report.cases if case.case in (GOLD, IMAGE)), "every gold solution scores 1", plural(tasks, "task")),
+        (all(case.ok for case in cheating), "doing nothing and cheating score 0", f"{cheated:,} cheats on {plural(tasks, 'task')}"),
+        *((proof.ok, proof.name, proof.looked_at) for proof in report.proofs),
+    ]
+    unsafe = {proof.name for proof in report.proofs if any(finding.severity == "unsafe" for finding in proof.findings)}
+    marks = ["FAIL" if not ok else "UNSAFE" if name in unsafe else "ok" for ok, name, _ in lines]
+    return [f"{mark:<4}  {name:<52} {printable_text(looked_at)}" for mark, (_, name, looked_at) in zip(marks, lines, strict=True)]
+
+
+def _figures(proof: Proof) -> Table:
+    header, *rows = proof.table
+    table = Table(header[0], *header[1:], title=proof.name)
+    for row in rows:
+        table.add_row(*map(printable_text, row))
+    return table
+
+
+def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
+    """A table with one row for each cause: cases without a score share a row if their messages agree, cases with a wrong score if their
+    expected scores agree.
+    """
+    wrong = [case for case in cases if not case.ok]
+    title = f"{len({case.task for case in wrong})} of {len({case.task for case in cases})} tasks are wrong"
+    table = Table("tasks", "cases", "expected", "scored", "why", title=title)
+    causes: dict[tuple[float, str | None], list[CaseResult]] = {}
+    for case in wrong:
+        causes.setdefault((case.wanted, _cause(case) if case.value is None else None), []).append(case)
+    for (due, _), some in sorted(causes.items(), key=lambda item: -len(item[1])):
+        values = [case.value for case in some if case.value is not None]
+        scored = "-" if not values else f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
+        kinds = [f"{name} ({times})" if times > 1 else name for name, times in Counter(case.case for case in some).most_common()]
+        whys = list({_cause(case): case.detail for case in reversed(some)}.values())[::-1]
+        row = (join_examples(unique(case.task for case in some)), join_examples(kinds), f"{due:g}", scored, join_examples(whys))
+        table.add_row(*map(printable_text, row))
+    return table
+
+
+def _cause(case: CaseResult) -> str:
+    """The message of a case without the task's name and numbers, which differ between tasks."""
+    return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))

@@ -1,0 +1,71 @@
+"""Combines scores: those of several verifiers with weights, and those of the audit.
+
+The audit are verifiers that score every episode for monitoring only; their values never become a reward. The part `audit` of a score is
+their mean, and the parts `audit/NAME` are the single values. An audit without a value adds no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from agentrl.base import user_code
+from agentrl.base.scores import is_at_least
+from agentrl.records import Score, ScoredEpisode, Task
+
+AUDIT_PART = "audit"
+_CONTRADICTS = 0.5  # an audit below this fraction of the reward contradicts it
+_MAX_MESSAGE = 1000  # characters
+
+
+def named_parts(scores: Mapping[str, Score]) -> dict[str, float]:
+    """The values, and their parts as NAME/PART."""
+    parts = {name: score.value for name, score in scores.items() if score.value is not None}
+    return parts | {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
+
+
+def weighted_turns(weighted: Sequence[tuple[float, Score]]) -> tuple[tuple[float, ...], ...]:
+    """The weighted sum of turn rewards; a score without any counts as zeros. Empty if no score has any."""
+    scaled = [[[weight * turn for turn in turns] for turns in score.turn_rewards] for weight, score in weighted if score.turn_rewards]
+    return tuple(tuple(map(sum, zip(*turns, strict=True))) for turns in zip(*scaled, strict=True))
+
+
+def add_branches(combined: Score, weighted: Sequence[tuple[float, Score]]) -> Score:
+    """Adds the weighted scores of single trajectories to a combined score. The weights sum to 1, and every score has a value."""
+    return replace(combined, branches=_weighted_branches(weighted, "branches"), without=_weighted_branches(weighted, "without"))
+
+
+def _weighted_branches(weighted: Sequence[tuple[float, Score]], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
+    """Empty if no score has trajectories. A score without a value for a trajectory contributes its value of the episode."""
+    by_score: list[tuple[float | None, ...]] = [getattr(score, name) for _, score in weighted]
+    count = max(map(len, by_score), default=0)
+    sums: list[float | None] = []
+    for column in zip(*(values or (None,) * count for values in by_score), strict=True):
+        terms = [
+            weight * ((score.value or 0.0) if value is None else value) for (weight, score), value in zip(weighted, column, strict=True)
+        ]
+        sums.append(None if all(value is None for value in column) else sum(terms))
+    return tuple(sums)
+
+
+def add_audit(score: Score, audits: Mapping[str, Score]) -> Score:
+    """Adds the audits, by the verifiers' names, to the parts and the evidence of a score."""
+    values = {name: audit.value for name, audit in audits.items() if audit.value is not None and math.isfinite(audit.value)}
+    parts = {name: value for name, value in score.parts.items() if name != AUDIT_PART and not name.startswith(f"{AUDIT_PART}/")}
+    parts |= {f"{AUDIT_PART}/{name}": value for name, value in values.items()}
+    if values and len(values) == len(audits):
+        parts[AUDIT_PART] = math.fsum(values.values()) / len(values)
+    texts = [f"audit {name}: {audit.evidence or audit.reason}" for name, audit in audits.items() if audit.evidence or audit.reason]
+    return replace(score, parts=parts, evidence="\n".join(filter(None, [score.evidence, *texts])))
+
+
+def audit_contradiction(task: Task, scored: ScoredEpisode, *, below: float) -> str:
+    """Why the audit contradicts a score of at least `below`, being less than half of it; empty if it does not, or if there is no audit."""
+    del task
+    value, audit = scored.score.value, scored.score.parts.get(AUDIT_PART)
+    if value is None or audit is None or not is_at_least(value, below) or value <= 0 or is_at_least(audit, _CONTRADICTS * value):
+        return ""
+    evidence = "; ".join(line for line in scored.score.evidence.splitlines() if line.startswith("audit "))
+    return user_code.printable(f"the audit is {audit:g}, but the reward is {value:g}{evidence and ': '}{evidence}", _MAX_MESSAGE)
