@@ -209,15 +209,10 @@ def cluster(
     as_json: JsonFlag = False,
 ) -> None:
     """Put failures that are alike together, by tags, tools and errors (or by embeddings), the largest clusters first."""
-    from agentrl.failure.clusters import ALIKE, ALIKE_EMBEDDED, clusters, digested
-    from agentrl.failure.features import described
+    from agentrl.failure.clusters import ALIKE, ALIKE_EMBEDDED, clusters, described, digested, minilm
     from agentrl.failure.tell import line
 
-    embedding = None
-    if embed:
-        from agentrl.failure.embedding import minilm
-
-        embedding = minilm()
+    embedding = minilm() if embed else None
     with _opened(run) as collection:
         some = [
             digested(trace, described(trace) if embed else "")

@@ -12,7 +12,7 @@ import pytest
 from agentrl.errors import RecipeError, UserError
 from agentrl.failure import withholding
 from agentrl.failure.case import Case, save_case
-from agentrl.failure.twins import Likeness, Withheld, fold_ids, likeness, withheld
+from agentrl.failure.twins import Likeness, Withheld, likeness, normalize_ids, withheld
 from agentrl.failure.withholding import Withholding
 from agentrl.protocols import TaskFamily
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
@@ -71,7 +71,7 @@ def test_likeness(case: Task, other: Task, found: Likeness | None) -> None:
 
 
 def test_ids_are_words_of_letters_and_figures() -> None:
-    folded = fold_ids(
+    folded = normalize_ids(
         "Order-10432 of user_7b in T0017, 123e4567-e89b-12d3-a456-426614174000, on 2024-01-05 for 3.50 and 1,000 in sales_7.csv"
     )
     assert folded == "# of # in #, #, on 2024-01-05 for 3.50 and 1,000 in #.csv"
