@@ -10,24 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl import usercode
-from agentrl.database import damaged
+from agentrl.base import user_code
+from agentrl.base.database import is_damaged
+from agentrl.base.files import fsync_path
+from agentrl.base.scores import is_at_least
+from agentrl.config.failures import CaptureConfig
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.rows import Count, count_of, kind_of, newest_version
-from agentrl.failure.trace import Trace, Why
-from agentrl.failure.triage import Rule, by_rules, load_rules
-from agentrl.files import sync
+from agentrl.failure.listing import EpisodeCount, count_of_trace, kind_of_task, newest_version
+from agentrl.failure.trace import CaptureReason, Trace
+from agentrl.failure.triage import TriageRule, load_rules, tag_by_rules
 from agentrl.records import Group, ScoredEpisode, Task
-from agentrl.scores import reaches
-from agentrl.sections.failures import CaptureConfig
 
 log = logging.getLogger(__name__)
 
 Audit = Callable[[Task, ScoredEpisode], str]
 """Returns why a score was not earned; empty if nothing speaks against it."""
 
-KINDS = 200
+MAX_KINDS = 200
 """Kinds of tasks that are counted separately; the rest are counted together."""
 OTHERS = "others"
 _BUSY_S = 2.0  # longest wait for another process's write; all episodes wait meanwhile
@@ -35,7 +35,7 @@ _SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file,
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
 
-def why(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: bool = False) -> Why | None:
+def capture_reason(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: bool = False) -> CaptureReason | None:
     """Returns why an episode is a failure, or None if it passed.
 
     Args:
@@ -45,17 +45,17 @@ def why(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: 
     """
     value = scored.score.value
     if scored.episode.left_out or value is None or not math.isfinite(value):
-        return Why.FAULT
+        return CaptureReason.FAULT
     if audit:
-        return Why.HACKED
-    if reaches(value, below):
+        return CaptureReason.HACKED
+    if is_at_least(value, below):
         return None
     if passed_before:
-        return Why.REGRESSED
+        return CaptureReason.REGRESSED
     reason = scored.episode.stop_reason
     if reason in _TIMEOUTS:
-        return Why.TIMEOUT
-    return Why.LIMIT if reason in _LIMITS else Why.FAILED
+        return CaptureReason.TIMEOUT
+    return CaptureReason.LIMIT if reason in _LIMITS else CaptureReason.FAILED
 
 
 class Capture:
@@ -73,19 +73,19 @@ class Capture:
         self.spent_s = 0.0  # CPU seconds
         self.lost = 0  # episodes that were neither captured nor counted because of errors
         self._run_dir, self._config, self._origin, self._audit = run_dir, config, origin, audit
-        self._rules: tuple[Rule, ...] = load_rules(config.rules) if config.keep else ()
+        self._rules: tuple[TriageRule, ...] = load_rules(config.rules) if config.keep else ()
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
         self._paused_until = 0.0  # monotonic
 
-    def group(self, task: Task | None, group: Group, *, step: int) -> None:
+    def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
         """Captures the failures of a training group that was stored."""
         if group.fault is None:
             self._capture(task, group.episodes, phase="train", step=step)
         elif group.fault.kind != "quarantined":  # the episodes are empty copies; one is enough
             self._capture(task, group.episodes[:1], phase="train", step=step)
 
-    def episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
+    def capture_episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
         """Captures an episode of an evaluation if it failed.
 
         Args:
@@ -93,10 +93,10 @@ class Capture:
         """
         self._capture(task, (scored,), phase=phase, step=step, place=place or phase)
 
-    def begin(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+    def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """Deletes the traces and counts of a phase, or of one step of it, before an evaluation (re)starts."""
         if self._config.keep:
-            self._guarded(lambda collection: collection.forget(phase, step=step, place=place), episodes=0)
+            self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
         """Closes the file and logs how many episodes were lost."""
@@ -123,37 +123,37 @@ class Capture:
         self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, place: str
     ) -> None:
         traces: list[Trace] = []
-        counts: list[Count] = []
+        counts: list[EpisodeCount] = []
         passed: list[tuple[str, str]] = []
         for scored in episodes:
             trace = None if task is None else self._trace(collection, task, scored, phase, step, place)
             if trace is not None:
                 traces.append(trace)
-                counts.append(replace(count_of(trace), kind=self._kind(task)))
+                counts.append(replace(count_of_trace(trace), kind=self._kind(task)))
                 continue
-            reason = why(scored, below=self._config.below) if task is None else None
+            reason = capture_reason(scored, below=self._config.below) if task is None else None
             tag, version = "task_fault" if reason else "", newest_version(scored.episode)
-            counts.append(Count(phase=phase, step=step, version=version, why=str(reason or ""), tag=tag, kind=self._kind(task), n=1))
+            counts.append(EpisodeCount(phase=phase, step=step, version=version, why=str(reason or ""), tag=tag, kind=self._kind(task), n=1))
             if reason is None and place:
                 passed.append((scored.episode.task_key, place))
         collection.add(traces, counts=counts, passed=passed)
 
     def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
         episode, audit = scored.episode, self._audit(task, scored)
-        passed_in = collection.passed_in(episode.task_key, but=place) if place else ""
-        reason = why(scored, below=self._config.below, audit=audit, passed_before=bool(passed_in))
+        passed_in = collection.first_passed_phase(episode.task_key, but=place) if place else ""
+        reason = capture_reason(scored, below=self._config.below, audit=audit, passed_before=bool(passed_in))
         if reason is None:
             return None
         origin = dict(self._origin) | ({"audit": audit[:2000]} if audit else {})
-        if reason is Why.REGRESSED:
+        if reason is CaptureReason.REGRESSED:
             origin["passed_in"] = passed_in
         trace = Trace(id=episode.id, why=reason, task=task, episode=episode, score=scored.score, phase=phase, step=step, origin=origin)
-        return replace(trace, tags=by_rules(trace, self._rules))
+        return replace(trace, tags=tag_by_rules(trace, self._rules))
 
     def _kind(self, task: Task | None) -> str:
-        """The kind of a task, or `OTHERS` beyond `KINDS` distinct kinds, since tasks may name any number of them."""
-        kind = kind_of(task)
-        if kind not in self._kinds and len(self._kinds) >= KINDS:
+        """The kind of a task, or `OTHERS` beyond `MAX_KINDS` distinct kinds, since tasks may name any number of them."""
+        kind = kind_of_task(task)
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             return OTHERS
         self._kinds.add(kind)
         return kind
@@ -164,14 +164,14 @@ class Capture:
             try:
                 step(self._open())
             except StoreError as error:
-                if not (isinstance(error.__cause__, sqlite3.Error) and damaged(error.__cause__)):
+                if not (isinstance(error.__cause__, sqlite3.Error) and is_damaged(error.__cause__)):
                     raise
-                usercode.report("the traces of this run are damaged; the file is renamed and a new one started", error, trace=False)
+                user_code.log_unexpected("the traces of this run are damaged; their file is renamed", error, trace=False)
                 self._rename_damaged()
                 step(self._open())
         except Exception as error:
             self.lost += episodes
-            usercode.report("capturing a failure", error)
+            user_code.log_unexpected("capturing a failure", error)
             if (took := time.monotonic() - started) > _SLOW_S:
                 self._paused_until = time.monotonic() + _PAUSE_FACTOR * took
 
@@ -190,4 +190,4 @@ class Capture:
             part = path.with_name(path.name + suffix)
             if part.exists():
                 part.rename(path.with_name(f"damaged-{number}-{path.name}{suffix}"))
-        sync(path.parent)
+        fsync_path(path.parent)

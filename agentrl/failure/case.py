@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, toml
+from agentrl.base import toml
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
-from agentrl.fields import Record, Text
-from agentrl.files import write
-from agentrl.foreign import content
-from agentrl.records import EpisodeState, Task
+from agentrl.records import EpisodeState, Task, codec
+from agentrl.records.fields import Record, Text
 
 FORMAT = 1
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 _SETTINGS = "suite.toml"
 _MAX_BYTES = 16 << 20  # of one case
@@ -74,8 +74,8 @@ class Case(Record):
             raise ValueError(f"Case.format {self.format} is not known; this version reads {FORMAT}")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise ValueError(f"Case.threshold must be a finite number, got {self.threshold}")
-        if self.repeats is not None and not 1 <= self.repeats <= MOST_REPEATS:
-            raise ValueError(f"Case.repeats must be from 1 to {MOST_REPEATS}, got {self.repeats}")
+        if self.repeats is not None and not 1 <= self.repeats <= MAX_REPEATS:
+            raise ValueError(f"Case.repeats must be from 1 to {MAX_REPEATS}, got {self.repeats}")
         if self.start is not None and (self.start.task_key != self.task.key or len(self.start.trajectories) != 1):
             raise ValueError("Case.start belongs to another task, or has several trajectories")
 
@@ -109,7 +109,7 @@ def load_suite(folder: Path) -> Suite:
     return Suite(folder=folder, cases=cases, **settings)
 
 
-def find_suites(folder: Path) -> tuple[Suite, ...]:
+def load_suites(folder: Path) -> tuple[Suite, ...]:
     """Reads the suite in a folder, or all suites in its subfolders, ordered by name. Raises `UserError` if there is none."""
     _check_folder(folder)
     if (folder / _SETTINGS).is_file():
@@ -120,7 +120,7 @@ def find_suites(folder: Path) -> tuple[Suite, ...]:
     return tuple(map(load_suite, suites))
 
 
-def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
+def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
     """Reads the suite in a folder and returns it with its case `name`. Raises `UserError` if there is no such case."""
     suite = load_suite(folder)
     for case in suite.cases:
@@ -129,10 +129,10 @@ def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
     raise UserError(f"suite {folder} has no case {name[:80]!r}", fix=f"its cases are the files in {folder / 'cases'}")
 
 
-def check_asked(*, repeats: int | None, threshold: float | None) -> None:
+def check_attempt_options(*, repeats: int | None, threshold: float | None) -> None:
     """Raises `UserError` for a number of attempts or a threshold that no evaluation can use."""
-    if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
-        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    if repeats is not None and not 1 <= repeats <= MAX_REPEATS:
+        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MAX_REPEATS}")
     if threshold is not None and not math.isfinite(threshold):
         raise UserError(f"--threshold {threshold}", fix="give the mean score to reach, such as 0.75")
 
@@ -148,8 +148,8 @@ def save_case(folder: Path, case: Case) -> Path:
         raise UserError(problem, fix="give its task smaller files, or none")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not settings.exists():
-        write(settings, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
-    write(path, text, durable=True)
+        write_atomically(settings, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
+    write_atomically(path, text, durable=True)
     return path
 
 
@@ -160,7 +160,7 @@ def _check_folder(folder: Path) -> None:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = toml.loads(content(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8"))
+        settings = toml.loads(read_bytes(path, most=_MAX_BYTES, inside=path.parent).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no suite: it has no {path.name}", fix="give a folder that holds suite.toml and cases/") from None
     except (OSError, ValueError) as error:
@@ -170,14 +170,14 @@ def _settings(path: Path) -> dict[str, Any]:
         if key not in known or type(value) is not known[key]:
             fix = "name, note and policy are texts, repeats a whole number"
             raise UserError(f"{path}: {key} = {value!r} is not a valid setting", fix=fix)
-    if not 1 <= settings.get("repeats", 1) <= MOST_REPEATS:
-        raise UserError(f"{path}: repeats = {settings['repeats']}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    if not 1 <= settings.get("repeats", 1) <= MAX_REPEATS:
+        raise UserError(f"{path}: repeats = {settings['repeats']}", fix=f"give a number from 1 to {MAX_REPEATS}")
     return {"name": path.parent.name, **settings}
 
 
 def _case(path: Path) -> Case:
     try:
-        case = codec.from_json(Case, content(path, most=_MAX_BYTES, inside=path.parent.parent))
+        case = codec.from_json(Case, read_bytes(path, most=_MAX_BYTES, inside=path.parent.parent))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no case: {error}"[:2000], fix="move it away, or promote the failure again") from None
     if case.id != path.stem:

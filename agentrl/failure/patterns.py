@@ -1,6 +1,6 @@
 """Text patterns of the triage rules, and lenient comparison of answers. No score is computed from them.
 
-The patterns match bounded texts (`agentrl.failure.view.MAX_CHARS`) in linear time.
+The patterns match bounded texts (`agentrl.failure.timeline.MAX_CHARS`) in linear time.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from agentrl.contract import values
+from agentrl.base import numbers
 
 SUBMIT_TOOLS = ("submit", "finish", "final_answer", "answer", "complete", "done")
 NO_SUCH_TOOL = re.compile(
@@ -99,7 +99,7 @@ _QUOTES = "`'\"*.!$€ \t\r\n"
 
 def parse_number(text: str) -> Fraction | None:
     """The number that a text is, in plain notation with optional thousands commas; None if it is not a number."""
-    return values.number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
+    return numbers.parse_number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
 def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
@@ -108,7 +108,7 @@ def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
     if answer.casefold() == right.casefold():
         return bool(right)
     given, wanted = parse_number(answer), parse_number(right)
-    return given is not None and wanted is not None and values.same_number(given, wanted, relative=_RELATIVE_TOLERANCE, absolute=tolerance)
+    return given is not None and wanted is not None and numbers.same_number(given, wanted, relative=_RELATIVE_TOLERANCE, absolute=tolerance)
 
 
 def contains_answer(truth: str, text: str, tolerance: float) -> bool:

@@ -11,25 +11,25 @@ from pathlib import Path
 from types import MappingProxyType
 
 from agentrl.errors import UserError
-from agentrl.failure.case import Baseline, Case, check_asked, load_suite, save_case
-from agentrl.failure.imported import Supplied, task_of
-from agentrl.failure.rows import kind_of
-from agentrl.failure.trace import Trace, Why
-from agentrl.failure.twins import Likeness, Withheld
+from agentrl.failure.case import Baseline, Case, check_attempt_options, load_suite, save_case
+from agentrl.failure.imported import UserParts, task_from_trace
+from agentrl.failure.listing import kind_of_task
+from agentrl.failure.overlap import Overlap, WithheldTasks
+from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.records import EpisodeState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promoted:
+class Promotion:
     """The result of promoting one trace."""
 
     trace: str
     case: str  # the new case, or the existing one that it overlaps with
-    likeness: Likeness | None = None  # to the existing case
+    likeness: Overlap | None = None  # to the existing case
     path: Path | None = None  # file of the new case; None if its task is in the suite already
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line for a person."""
         if self.path is None:
             return f"{self.trace}: its task is that of case {self.case} already"
@@ -37,7 +37,7 @@ class Promoted:
         return f"{self.trace}: {self.path}{twin}"
 
 
-def case_of(
+def case_from_trace(
     trace: Trace,
     *,
     note: str = "",
@@ -45,7 +45,7 @@ def case_of(
     threshold: float | None = None,
     repeats: int | None = None,
     start: EpisodeState | None = None,
-    supplied: Supplied | None = None,
+    supplied: UserParts | None = None,
 ) -> Case:
     """Builds the case of a trace. Its id comes from the task's kind and key (and the turn of `start`), so a task has one case.
 
@@ -57,13 +57,13 @@ def case_of(
 
     Raises `UserError` for a trace without a task, and for a fault, which says nothing about a policy.
     """
-    task = trace.task if trace.task is not None else task_of(trace, supplied or Supplied())
-    if trace.why is Why.FAULT:
+    task = trace.task if trace.task is not None else task_from_trace(trace, supplied or UserParts())
+    if trace.why is CaptureReason.FAULT:
         raise UserError(
             f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
             fix="promote others: agentrl failures list RUN shows why each was captured",
         )
-    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of(task)).strip("-_")[:40] or "case"
+    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of_task(task)).strip("-_")[:40] or "case"
     origin = {key: value for key, value in trace.origin.items() if key != "audit"}
     origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
     origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": by} if by else {})
@@ -92,8 +92,8 @@ def promote(
     threshold: float | None = None,
     repeats: int | None = None,
     starts: Mapping[str, EpisodeState | None] = MappingProxyType({}),
-    supplied: Supplied | None = None,
-) -> list[Promoted]:
+    supplied: UserParts | None = None,
+) -> list[Promotion]:
     """Adds a case for each trace to a suite, which is created if necessary. Tasks that are in the suite already are not added again.
 
     Two cases with a start are compared only if they start with the same tokens.
@@ -108,21 +108,21 @@ def promote(
 
     Raises `UserError` for a trace that cannot become a case, before any case is written.
     """
-    check_asked(repeats=repeats, threshold=threshold)
+    check_attempt_options(repeats=repeats, threshold=threshold)
     cases = [
-        case_of(trace, note=note, by=by, threshold=threshold, repeats=repeats, start=starts.get(trace.id), supplied=supplied)
+        case_from_trace(trace, note=note, by=by, threshold=threshold, repeats=repeats, start=starts.get(trace.id), supplied=supplied)
         for trace in traces
     ]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
-    promoted: list[Promoted] = []
+    promoted: list[Promotion] = []
     for trace, case in zip(traces, cases, strict=True):
-        comparable = Withheld(other for other in known if _start_tokens(other) == _start_tokens(case))
-        existing, overlap = comparable.find(case.task) or (None, None)
-        if existing is not None and overlap is Likeness.SAME:
-            promoted.append(Promoted(trace=trace.id, case=existing.id, likeness=overlap))
+        comparable = WithheldTasks(other for other in known if _start_tokens(other) == _start_tokens(case))
+        existing, overlap = comparable.match(case.task) or (None, None)
+        if existing is not None and overlap is Overlap.SAME:
+            promoted.append(Promotion(trace=trace.id, case=existing.id, likeness=overlap))
             continue
         path = save_case(suite, case)
-        promoted.append(Promoted(trace=trace.id, case=case.id if existing is None else existing.id, likeness=overlap, path=path))
+        promoted.append(Promotion(trace=trace.id, case=case.id if existing is None else existing.id, likeness=overlap, path=path))
         known.append(case)
     return promoted
 

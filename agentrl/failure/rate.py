@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter, deque
 from typing import NoReturn
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, ServerDied
 from agentrl.records import Failure
 
 MIN_WINDOW = 64
-SUSPECT = 0.1
+MAX_SUSPECT_SHARE = 0.1
 """Largest share of the newest attempts that may be excluded after the policy's first turn without an alert."""
 OTHERS = "others"
 _KINDS = 32  # counted separately; the rest are counted together
@@ -41,17 +41,17 @@ class FaultRate:
         self._suspects: deque[str | None] = deque(maxlen=window)  # kind of a fault after the policy's first turn
         self._suspected = False
         self._suspects_since = 0
-        self._since = Counter[bool]()  # successful (False) and failed (True) attempts since the last `figures`
+        self._since = Counter[bool]()  # successful (False) and failed (True) attempts since the last `attempt_metrics`
         self._exceeded = asyncio.Event()
 
-    def attempt(self, failure: Failure | None) -> None:
+    def record_attempt(self, failure: Failure | None) -> None:
         """Counts an attempt that has ended; `failure` is its fault, None if it was scored."""
         kind = None
         if failure is not None:
-            kind = usercode.printable(f"{failure.stage} {failure.kind}", 100)
+            kind = user_code.printable(f"{failure.stage} {failure.kind}", 100)
             if kind not in self._messages and len(self._messages) >= _KINDS:
                 kind = OTHERS
-            self._messages[kind] = " ".join(usercode.printable(failure.message, 600).split())
+            self._messages[kind] = " ".join(user_code.printable(failure.message, 600).split())
         if len(self._newest) == self._newest.maxlen and self._newest[0] is not None:
             self._failed -= 1
         self._newest.append(kind)
@@ -73,22 +73,22 @@ class FaultRate:
         """Faults among the newest attempts, by stage and kind."""
         return Counter(kind for kind in self._newest if kind is not None)
 
-    def figures(self) -> dict[str, float]:
+    def attempt_metrics(self) -> dict[str, float]:
         """Step metrics: attempts that have ended since the last call, and how many of them failed."""
         ended, failed = self._since.total(), self._since[True]
         self._since.clear()
         return {"attempts_ended": ended, "attempts_failed": failed}
 
-    def suspects(self) -> dict[str, float]:
+    def suspect_metrics(self) -> dict[str, float]:
         """Step metrics: attempts since the last call that failed after the policy's first turn, except by a dead or slow server."""
         count, self._suspects_since = self._suspects_since, 0
         return {"attempts_failed_spoken": count}
 
-    def suspicion(self) -> str:
-        """Returns an alert once when the share of such attempts rises above `SUSPECT`; else ""."""
+    def suspect_alert(self) -> str:
+        """Returns an alert once when the share of such attempts rises above `MAX_SUSPECT_SHARE`; else ""."""
         kinds = Counter(kind for kind in self._suspects if kind is not None)
         known = len(self._suspects)
-        before, self._suspected = self._suspected, known >= MIN_WINDOW // 2 and kinds.total() > SUSPECT * known
+        before, self._suspected = self._suspected, known >= MIN_WINDOW // 2 and kinds.total() > MAX_SUSPECT_SHARE * known
         if before or not self._suspected:
             return ""
         kind, times = kinds.most_common()[0]

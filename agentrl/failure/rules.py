@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from agentrl.base.outages import has_address, is_outage_name, outage_phrase
+from agentrl.base.scores import is_above
 from agentrl.failure import patterns
 from agentrl.failure.patterns import contains_answer, contains_only_answer, is_right_answer, nonblank_lines, parse_number
-from agentrl.failure.trace import Tag, Trace, Why
-from agentrl.failure.triage import Rule
-from agentrl.failure.view import Timeline, TraceCall, TraceStep, timeline_of
-from agentrl.outages import chosen_address, outage_in, outage_named
+from agentrl.failure.timeline import Timeline, TraceCall, TraceStep, timeline_of
+from agentrl.failure.trace import CaptureReason, Tag, Trace
+from agentrl.failure.triage import TriageRule
 from agentrl.records import Blame
-from agentrl.scores import above
 
 _REPEATS = 3  # equal calls or texts that make a loop
 _SHORT_ANSWER = 300  # characters of an answer that may consist of an apology
@@ -39,7 +39,7 @@ def infrastructure(trace: Trace) -> Tag | None:
     ended = timeline.last_step is not None and not timeline.last_step.calls
     prefix = patterns.MODEL_CALL_FAILED
     errors = [gap.removeprefix(prefix).partition(" (")[0] for gap in trace.missing if gap.startswith(prefix)]
-    if not ended and any(outage_named(error) or outage_in(error) for error in errors):
+    if not ended and any(is_outage_name(error) or outage_phrase(error) for error in errors):
         return _tag("infrastructure", 0.7, f"the model's call failed: {errors[0]}")
     return None
 
@@ -56,7 +56,7 @@ def task_fault(trace: Trace) -> Tag | None:
 
 def reward_hack(trace: Trace) -> Tag | None:
     """Tags a score that an audit rejects, a call that reaches for the grader, or an answer that addresses a judge."""
-    if trace.why is Why.HACKED:
+    if trace.why is CaptureReason.HACKED:
         return _tag("reward_hack", 1.0, trace.origin.get("audit", ""))
     timeline = timeline_of(trace)
     for step, call in _calls(timeline):
@@ -106,7 +106,7 @@ def format_of_answer(trace: Trace) -> Tag | None:
     if answer is None or answer == truth:
         return None
     if is_right_answer(answer, truth, tolerance):
-        rejected = trace.score is not None and trace.score.value is not None and not above(trace.score.value, 0.0)
+        rejected = trace.score is not None and trace.score.value is not None and not is_above(trace.score.value, 0.0)
         return _tag("format", 0.7, "the right answer in another form, which was not accepted", last) if rejected else None
     if len(answer) <= 400 and contains_only_answer(truth, answer, tolerance):
         return _tag("format", 0.8, "the answer holds the right answer and other text", last)
@@ -258,14 +258,14 @@ def budget(trace: Trace) -> Tag | None:
                 return _tag("budget", 0.6, patterns.OUTPUT_USED_UP, step)
     if timeline.hit_limit and last is not None:
         return _tag("budget", 0.8, timeline.stop_reason, last)
-    if timeline.hit_limit or trace.why in (Why.LIMIT, Why.TIMEOUT):
+    if timeline.hit_limit or trace.why in (CaptureReason.LIMIT, CaptureReason.TIMEOUT):
         return _tag("budget", 0.8, timeline.stop_reason or str(trace.why))
     if last is not None and last.truncated:
         return _tag("budget", 0.8, "the tokens of a turn ran out", last)
     return None
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[TriageRule, ...] = (
     infrastructure,
     task_fault,
     reward_hack,
@@ -299,13 +299,13 @@ def _is_outage(trace: Trace, call: TraceCall) -> bool:
         return False
     if patterns.RUNS_PROGRAMS.search(call.tool) or any(key in call.arguments for key in patterns.PROGRAM_KEYS):
         outage = patterns.SANDBOX_DOWN.search(call.output) is not None
-    elif chosen_address(call.arguments):
+    elif has_address(call.arguments):
         outage = False
     else:
         outage = (
-            bool(outage_in(call.output, call.arguments) or outage_named(call.error))
+            bool(outage_phrase(call.output, call.arguments) or is_outage_name(call.error))
             or (patterns.TIMED_OUT.search(call.output) is not None and not patterns.VERIFIER_TIMED_OUT.search(call.output))
-            or any(map(outage_named, patterns.ERROR_TYPE.findall(call.output[:2000])))
+            or any(map(is_outage_name, patterns.ERROR_TYPE.findall(call.output[:2000])))
         )
     failures = trace.episode.failures if trace.episode is not None else ()
     return outage and not any(

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agentrl.fields import JsonObject, Record, Text
 from agentrl.records import Episode, Message, Score, Task
+from agentrl.records.fields import JsonObject, Record, Text
 
 FORMAT = 1
 
 
-class Why(StrEnum):
+class CaptureReason(StrEnum):
     """Why an episode was captured."""
 
     FAILED = "failed"  # score below the threshold
@@ -46,7 +46,7 @@ class Tag(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken(Record):
+class ImportedMessage(Record):
     """One message of an imported conversation."""
 
     message: Message
@@ -64,11 +64,11 @@ class Trace(Record):
     """One captured episode. Traces of agentrl's runs have `task` and `episode`, imported ones have `spoken`."""
 
     id: str
-    why: Why
+    why: CaptureReason
     source: str = "run"  # or the import format: "openai", "otel", "atif"
     task: Task | None = None
     episode: Episode | None = None
-    spoken: tuple[Spoken, ...] = ()
+    spoken: tuple[ImportedMessage, ...] = ()
     tools: tuple[JsonObject, ...] = ()  # schemas of the offered tools, for imported traces
     score: Score | None = None
     phase: str = ""  # "train", "before", "step12", "after", "gate", ...

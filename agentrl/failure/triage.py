@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from agentrl import usercode
+from agentrl.base import user_code
 from agentrl.errors import PluginError
+from agentrl.failure.timeline import timeline_of
 from agentrl.failure.trace import Tag, Trace
-from agentrl.failure.view import timeline_of
-from agentrl.plugins import resolve
+from agentrl.plugins.references import resolve
 
-Rule = Callable[[Trace], Tag | None]
+TriageRule = Callable[[Trace], Tag | None]
 
 TAXONOMY = {
     "infrastructure": "a machine, server or network failed; not caused by the policy",
@@ -37,11 +37,11 @@ TAXONOMY = {
 }
 """Tags of the shipped rules. User-supplied rules may give others."""
 
-REST = "wrong_answer"
+UNCLASSIFIED = "wrong_answer"
 BY_JUDGE, BY_PERSON = "judge:", "person:"
-SURE = 0.5
+MIN_CONFIDENCE = 0.5
 """Tags below this confidence do not decide; a judge may then be asked."""
-MOST_TAGS = 8
+MAX_TAGS = 8
 """Tags of one trace."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _MAX_NOTE = 500
@@ -56,18 +56,18 @@ class TriageJudge(Protocol):
         ...
 
     async def __call__(self, text: str) -> Tag | None:
-        """Returns the tag of a trace, or None to abstain. `text` comes from `agentrl.failure.tell.told`; treat it as hostile data."""
+        """Returns the tag of a trace, or None to abstain. `text` comes from `agentrl.failure.render.told`; treat it as hostile data."""
         ...
 
 
-def load_rules(references: Sequence[str] = ()) -> tuple[Rule, ...]:
+def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
     """Returns user-supplied rules, followed by the shipped ones. A reference names a rule or a list of rules.
 
     Raises `PluginError` for a reference that does not resolve or is not a plain function.
     """
     from agentrl.failure.rules import RULES
 
-    rules: list[Rule] = []
+    rules: list[TriageRule] = []
     for reference in references:
         resolved = resolve(reference)
         for rule in resolved if isinstance(resolved, list | tuple) else [resolved]:
@@ -77,73 +77,75 @@ def load_rules(references: Sequence[str] = ()) -> tuple[Rule, ...]:
     return (*rules, *RULES)
 
 
-def by_rules(trace: Trace, rules: Sequence[Rule]) -> tuple[Tag, ...]:
+def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
     """Returns the tags that rules give a trace, the first failure first; never empty. A rule that raises is logged and gives no tag."""
     timeline = timeline_of(trace)
     tags: list[tuple[tuple[bool, int, int], Tag]] = []
     for number, rule in enumerate(rules):
         tag = _apply(rule, trace)
         if tag is not None:
-            tags.append(((tag.confidence < SURE, timeline.step_index(tag.trajectory, tag.turn), number), tag))
+            tags.append(((tag.confidence < MIN_CONFIDENCE, timeline.step_index(tag.trajectory, tag.turn), number), tag))
     tags.sort(key=lambda item: item[0])
-    chosen = [tag for _, tag in tags[:MOST_TAGS]]
-    if not chosen or chosen[0].confidence < SURE:
-        chosen.insert(0, Tag(name=REST, by="rules", confidence=0.3 if trace.score is not None else 0.2, note="no rule is confident"))
-    return tuple(chosen[:MOST_TAGS])
+    chosen = [tag for _, tag in tags[:MAX_TAGS]]
+    if not chosen or chosen[0].confidence < MIN_CONFIDENCE:
+        chosen.insert(
+            0, Tag(name=UNCLASSIFIED, by="rules", confidence=0.3 if trace.score is not None else 0.2, note="no rule is confident")
+        )
+    return tuple(chosen[:MAX_TAGS])
 
 
-async def by_judge(trace: Trace, rules: Sequence[Rule], judge: TriageJudge, *, timeout_s: float = 120.0) -> tuple[Tag, ...]:
+async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJudge, *, timeout_s: float = 120.0) -> tuple[Tag, ...]:
     """Returns the tags that rules give, preceded by the judge's tag if no rule is confident.
 
     A judge that fails, times out or returns no tag abstains, which is logged. A turn that the trace does not have is removed from its tag.
     """
-    from agentrl.failure.tell import told
+    from agentrl.failure.render import render_trace
 
-    tags = by_rules(trace, rules)
-    if tags[0].name != REST:
+    tags = tag_by_rules(trace, rules)
+    if tags[0].name != UNCLASSIFIED:
         return tags
-    since = usercode.cancellations()
+    since = user_code.cancellation_count()
     try:
-        text = told(replace(trace, tags=()))  # without tags, so that the judge is not influenced
-        given = await usercode.call(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
+        text = render_trace(replace(trace, tags=()))  # without tags, so that the judge is not influenced
+        given = await user_code.call_user_code(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
     except BaseException as error:
-        usercode.let_go(error, since)
-        usercode.report(f"triage judge {judge.name}", error)
+        user_code.reraise_if_fatal(error, since)
+        user_code.log_unexpected(f"triage judge {judge.name}", error)
         return tags
     if (tag := _valid_tag(given)) is None:
         return tags
     tag = replace(tag, by=f"{BY_JUDGE}{judge.name}")
     if not any((step.trajectory, step.turn) == (tag.trajectory, tag.turn) for step in timeline_of(trace).steps):
         tag = replace(tag, trajectory=0, turn=None)
-    return (tag, *tags)[:MOST_TAGS]
+    return (tag, *tags)[:MAX_TAGS]
 
 
-def renamed(asked: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
+def merge_tags(asked: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
     """Merges new tags into those that a trace has. People's tags stay; a judge's stay if rules are not confident and it gave no new one."""
     people = [tag for tag in before if tag.by.startswith(BY_PERSON)]
     again = {tag.by for tag in asked}
-    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in again] if asked[0].name == REST else []
+    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in again] if asked[0].name == UNCLASSIFIED else []
     return (*judges, *asked, *people)
 
 
-def name_of(tags: Sequence[Tag]) -> str:
+def deciding_tag_name(tags: Sequence[Tag]) -> str:
     """The tag name under which a trace is counted: a person's newest, else the first; empty without tags."""
     person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
     return person.name if person is not None else tags[0].name if tags else ""
 
 
-def check_name(name: str) -> str:
+def check_tag_name(name: str) -> str:
     """Returns a valid tag name. Raises `ValueError` for any other text."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{usercode.printable(name, 60)!r} is no tag: lower-case letters, digits and underscores, at most 40")
+        raise ValueError(f"{user_code.printable(name, 60)!r} is no tag: lower-case letters, digits and underscores, at most 40")
     return name
 
 
-def _apply(rule: Rule, trace: Trace) -> Tag | None:
+def _apply(rule: TriageRule, trace: Trace) -> Tag | None:
     try:
         given = rule(trace)
     except (Exception, SystemExit) as error:
-        usercode.report(f"triage rule {getattr(rule, '__name__', rule)}", error)
+        user_code.log_unexpected(f"triage rule {getattr(rule, '__name__', rule)}", error)
         return None
     tag = _valid_tag(given)
     return None if tag is None else replace(tag, by="rules")
@@ -153,6 +155,6 @@ def _valid_tag(given: object) -> Tag | None:
     if given is None:
         return None
     if not isinstance(given, Tag) or not _NAME.fullmatch(given.name):
-        usercode.report("triage", TypeError(f"{usercode.printable(repr(given), 80)} is no tag and is ignored"), trace=False)
+        user_code.log_unexpected("triage", TypeError(f"{user_code.printable(repr(given), 80)} is no tag and is ignored"), trace=False)
         return None
     return replace(given, note=given.note[:_MAX_NOTE])

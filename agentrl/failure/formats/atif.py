@@ -16,7 +16,7 @@ from agentrl.errors import UserError
 from agentrl.failure.formats import values
 from agentrl.failure.formats.conversations import build_trace, unique_label
 from agentrl.failure.formats.values import Gaps, as_object, as_objects, as_string, object_or_empty, printable_label
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.trace import ImportedMessage, Trace
 from agentrl.records import ToolCall
 
 NAME = "atif"
@@ -85,7 +85,7 @@ class _Reader:
     started: datetime | None = None
     untimed: int = 0
 
-    def trajectory(self, whole: dict[str, Any], at: str, depth: int) -> Iterator[Spoken]:
+    def trajectory(self, whole: dict[str, Any], at: str, depth: int) -> Iterator[ImportedMessage]:
         """Yields the messages of a trajectory. A sub-agent's messages come before the result that refers to it."""
         if depth > MAX_DEPTH or len(self.taken) >= MAX_AGENTS:
             raise ValueError(f"has more than {MAX_DEPTH} levels of sub-agents, or more than {MAX_AGENTS} of them")
@@ -125,7 +125,7 @@ class _Reader:
 
     def _step(
         self, step: dict[str, Any], at: str, agent: str, model: Any, children: dict[str, dict[str, Any]], depth: int
-    ) -> Iterator[Spoken]:
+    ) -> Iterator[ImportedMessage]:
         role = _ROLES.get(as_string(step.get("source"), f"{at}: source"))
         if role is None:
             raise ValueError(f"{at}: source is none of system, user, agent")
@@ -158,7 +158,7 @@ class _Reader:
 
     def _result(
         self, result: dict[str, Any], at: str, agent: str, seconds: float | None, children: dict[str, dict[str, Any]], depth: int
-    ) -> Iterator[Spoken]:
+    ) -> Iterator[ImportedMessage]:
         refs = as_objects(result.get("subagent_trajectory_ref"), f"{at}.subagent_trajectory_ref")
         for ref in refs:
             id = ref.get("trajectory_id")
@@ -167,7 +167,7 @@ class _Reader:
                 yield from self.trajectory(child, f"sub-agent {printable_label(id)}: ", depth + 1)
             else:
                 where = printable_label(ref.get("trajectory_path") or id or ref.get("session_id"))
-                self.gaps.add(f"a sub-agent's trajectory, which is elsewhere: {where}")
+                self.gaps.add(f"a sub-agent's separate trajectory: {where}")
         extra = _extra(result)
         answers = as_string(result.get("source_call_id"), f"{at}.source_call_id") or as_string(extra.get("answers"), f"{at}.extra")
         if result.get("content") is None and not refs:

@@ -10,15 +10,9 @@ from typing import Any
 
 from agentrl import __version__
 from agentrl.failure.formats.atif import EXTRA, MAX_DEPTH, NEWEST
-from agentrl.failure.formats.conversations import (
-    Conversation,
-    ConversationMessage,
-    conversations_of,
-    is_single_conversation,
-    unique_label,
-)
+from agentrl.failure.formats.conversations import Conversation, ConversationMessage, conversations_of, is_single_conversation, unique_label
 from agentrl.failure.formats.values import format_time, parse_time
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.trace import ImportedMessage, Trace
 
 SCHEMA = f"ATIF-v1.{NEWEST}"
 UNKNOWN = "unknown"
@@ -158,7 +152,7 @@ def _step(one: ConversationMessage, number: int, label: str, started: datetime |
     return step | ({"extra": {EXTRA: extra}} if extra else {})
 
 
-def _call(one: Spoken, index: int, number: int) -> dict[str, Any]:
+def _call(one: ImportedMessage, index: int, number: int) -> dict[str, Any]:
     call = one.message.tool_calls[index]
     id = one.call_ids[index] if index < len(one.call_ids) else ""
     written = {"tool_call_id": id or f"call_{number}_{index}", "function_name": call.name, "arguments": dict(call.arguments)}
@@ -206,7 +200,7 @@ def _result(
     return result | ({"extra": {EXTRA: extra}} if extra else {})
 
 
-def _timestamp(one: Spoken, started: datetime | None) -> str | None:
+def _timestamp(one: ImportedMessage, started: datetime | None) -> str | None:
     return None if started is None or one.at_s is None else format_time(started, one.at_s)
 
 

@@ -10,18 +10,17 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentrl import codec
 from agentrl.failure.formats.values import UNPARSED, Gaps
-from agentrl.failure.trace import Spoken, Trace, Why
-from agentrl.fields import JsonObject
-from agentrl.records import Message, Parent, Task, ToolResult, Trajectory, Turn
+from agentrl.failure.trace import CaptureReason, ImportedMessage, Trace
+from agentrl.records import Message, Parent, Task, ToolResult, Trajectory, Turn, codec
+from agentrl.records.fields import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationMessage:
     """One message. `turn` is set if agentrl's policy sampled it, `result` if it is the result of a tool in an agentrl run."""
 
-    imported: Spoken
+    imported: ImportedMessage
     turn: Turn | None = None
     context: tuple[int, ...] = ()  # ids of all tokens before the completion of `turn`
     inherited: bool = False  # sampled in another episode
@@ -51,13 +50,13 @@ def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
     return _from_messages(trace.spoken)
 
 
-def is_single_conversation(spoken: Sequence[Spoken]) -> bool:
+def is_single_conversation(spoken: Sequence[ImportedMessage]) -> bool:
     """Whether messages are one conversation, whatever agents take part in it."""
     return all(one.agent == "" for one in spoken if one.message.role != "assistant")
 
 
 def build_trace(
-    source: str, messages: Sequence[Spoken], origin: Mapping[str, str], gaps: Gaps, *, tools: Sequence[JsonObject] = ()
+    source: str, messages: Sequence[ImportedMessage], origin: Mapping[str, str], gaps: Gaps, *, tools: Sequence[JsonObject] = ()
 ) -> Trace:
     """Builds the trace of imported messages. Its id is a hash of the content and of the source's own id."""
     if not tools and any(one.message.tool_calls for one in messages):
@@ -67,7 +66,7 @@ def build_trace(
     content = codec.to_json([source, origin.get("id", ""), tools, messages])
     return Trace(
         id=f"{source}-{hashlib.sha256(content).hexdigest()[:16]}",
-        why=Why.IMPORTED,
+        why=CaptureReason.IMPORTED,
         source=source,
         spoken=tuple(messages),
         tools=tuple(tools),
@@ -86,7 +85,7 @@ def unique_label(wanted: str, taken: dict[str, int]) -> str:
     return label
 
 
-def _from_messages(spoken: Sequence[Spoken]) -> tuple[Conversation, ...]:
+def _from_messages(spoken: Sequence[ImportedMessage]) -> tuple[Conversation, ...]:
     conversations: dict[str, Conversation] = {}
     numbers: dict[str, int] = {}
     uncalled: list[Conversation] = []  # without a known parent, the oldest first
@@ -150,12 +149,12 @@ def _from_episode(task: Task, trajectories: Sequence[Trajectory]) -> tuple[Conve
             for call, result in enumerate(turn.tool_results):
                 answers[index, number, call] = len(messages)
                 id = one.call_ids[call] if call < len(one.call_ids) else ""
-                answer = Spoken(message=Message(role="tool", content=result.output), agent=label, answers=id, failed=not result.ok)
+                answer = ImportedMessage(message=Message(role="tool", content=result.output), agent=label, answers=id, failed=not result.ok)
                 messages.append(ConversationMessage(imported=answer, result=result))
             context += turn.completion_ids
         conversations.append(conversation)
     return tuple(conversations)
 
 
-def _with_call_ids(message: Message, label: str, prefix: str) -> Spoken:
-    return Spoken(message=message, agent=label, call_ids=tuple(f"{prefix}_{number}" for number in range(len(message.tool_calls))))
+def _with_call_ids(message: Message, label: str, prefix: str) -> ImportedMessage:
+    return ImportedMessage(message=message, agent=label, call_ids=tuple(f"{prefix}_{number}" for number in range(len(message.tool_calls))))

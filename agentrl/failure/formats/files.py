@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from agentrl.base.untrusted_files import open_file
+from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.foreign import opened
-from agentrl.usercode import printable
 
 LARGEST = 32 << 20
 """Bytes of one document: a whole file, or one line."""
@@ -24,15 +24,15 @@ _LINE_SUFFIXES = (".jsonl", ".ndjson")
 _LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES = 72, 240, 40  # of an empty list, an object with one entry, any other value
 
 
-class Unreadable(UserError):
+class UnreadableDocument(UserError):
     """A file, or a part of one, without a trace. `read` yields these among the traces, to raise or count.
 
-    `path` is the file, `where` the position in it ("line 3", "span 1f..."; empty means the whole file).
+    `path` is the file, `position` the place in it ("line 3", "span 1f..."; empty means the whole file).
     """
 
-    def __init__(self, path: Path, where: str, message: str, *, fix: str = "") -> None:
-        self.path, self.where = path, where
-        super().__init__(printable(f"{f'{path}, {where}' if where else path}: {message}", 1000), fix=fix)
+    def __init__(self, path: Path, position: str, message: str, *, fix: str = "") -> None:
+        self.path, self.position = path, position
+        super().__init__(printable(f"{f'{path}, {position}' if position else path}: {message}", 1000), fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class SourceLocation:
         """The location as part of a trace's origin."""
         return {"file": self.name} | ({"place": self.position} if self.position else {})
 
-    def unreadable(self, error: Exception, *, position: str = "", fix: str) -> Unreadable:
+    def unreadable(self, error: Exception, *, position: str = "", fix: str) -> UnreadableDocument:
         """The error about this location. The error's own fix is preferred to `fix`."""
         message = "is nested too deep" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
         where = ", ".join(part for part in (self.position, position) if part)
-        return Unreadable(self.path, where, message, fix=getattr(error, "fix", "") or fix)
+        return UnreadableDocument(self.path, where, message, fix=getattr(error, "fix", "") or fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Document:
     location: SourceLocation
 
 
-def documents(path: Path) -> Iterator[Document | Unreadable]:
+def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
     """Yields the documents of a file, or of all files below a folder ordered by name.
 
     Raises `UserError` if the file does not exist, or the folder has no JSON files.
@@ -115,8 +115,8 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def _documents_of(location: SourceLocation) -> Iterator[Document | Unreadable]:
-    with opened(location.path) as file:
+def _documents_of(location: SourceLocation) -> Iterator[Document | UnreadableDocument]:
+    with open_file(location.path) as file:
         if _has_lines(location, file):
             file.seek(0)
             yield from _line_documents(location, file)
@@ -143,7 +143,7 @@ def _has_lines(location: SourceLocation, file: IO[bytes]) -> bool:
     return any(line.strip() for line in iter(lambda: file.readline(1 << 16), b""))
 
 
-def _line_documents(location: SourceLocation, file: IO[bytes]) -> Iterator[Document | Unreadable]:
+def _line_documents(location: SourceLocation, file: IO[bytes]) -> Iterator[Document | UnreadableDocument]:
     number = 0
     while line := file.readline(LARGEST + 1):
         number += 1

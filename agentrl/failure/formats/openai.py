@@ -13,7 +13,7 @@ from agentrl.errors import UserError
 from agentrl.failure.formats import values
 from agentrl.failure.formats.conversations import Conversation, build_trace, conversations_of
 from agentrl.failure.formats.values import Gaps, as_object, as_objects, as_string, printable_label
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.trace import ImportedMessage, Trace
 
 NAME = "openai"
 _REQUEST_KEYS = ("messages", "request", "body", "choices", "response")
@@ -63,7 +63,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
     return build_trace(NAME, messages, {**location, **origin}, gaps, tools=values.tool_schemas(request.get("tools"), gaps))
 
 
-def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Spoken:
+def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMessage:
     """Parses one message of the chat completions API. Raises `ValueError`."""
     role = as_string(item.get("role"), f"{what}.role")
     role = "tool" if role == "function" else role
@@ -103,7 +103,7 @@ def _document(trace: Trace, conversation: Conversation) -> dict[str, Any]:
     return {"messages": messages, **tools, "metadata": metadata}
 
 
-def _written(one: Spoken, number: int, label: str) -> dict[str, Any]:
+def _written(one: ImportedMessage, number: int, label: str) -> dict[str, Any]:
     message = one.message
     written: dict[str, Any] = {"role": message.role, "content": message.content}
     if one.agent != label:

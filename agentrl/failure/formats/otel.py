@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats import openai, otel_numbered, values
-from agentrl.failure.formats.files import Document, Unreadable
-from agentrl.failure.formats.otel_lines import AgentSpan, CallGroup, MessageEntry, ModelCall, ToolSpan, trace_of_calls
+from agentrl.failure.formats import openai, otel_indexed, values
+from agentrl.failure.formats.files import Document, UnreadableDocument
+from agentrl.failure.formats.otel_conversations import AgentSpan, CallGroup, MessageEntry, ModelCall, ToolSpan, trace_of_calls
 from agentrl.failure.formats.otlp import Event, Span, SpanKey, entries
 from agentrl.failure.formats.values import Gaps, as_objects, as_string, as_text, build_message, decode_json, printable_label
-from agentrl.failure.trace import Spoken, Trace
+from agentrl.failure.trace import ImportedMessage, Trace
 
 MOST_SPANS = 250_000
 """Spans and log records in one reading."""
@@ -59,10 +59,10 @@ class SpanCollector:
     messages: int = 0
     chars: int = 0
 
-    def add(self, document: Document) -> Iterator[Unreadable]:
+    def add(self, document: Document) -> Iterator[UnreadableDocument]:
         """Adds an export, and yields its unreadable parts. Raises `UserError` beyond the limits."""
         for one in entries(document):
-            if isinstance(one, Unreadable):
+            if isinstance(one, UnreadableDocument):
                 yield one
                 continue
             self.records += 1
@@ -80,7 +80,7 @@ class SpanCollector:
                 position = f"{'span' if isinstance(one, Span) else 'record of span'} {printable_label(one.key[1])}"
                 yield one.location.unreadable(error, position=position, fix="export it again; other spans are read")
 
-    def traces(self) -> Iterator[Trace | Unreadable]:
+    def traces(self) -> Iterator[Trace | UnreadableDocument]:
         """Yields the trace of each conversation, ordered by start."""
         for group in self._groups():
             location = group.calls[0].location
@@ -125,7 +125,7 @@ class SpanCollector:
             self.tools[span.key] = _tool_span_of_openinference(span)
         elif operation in ("invoke_agent", "create_agent") or kind == "AGENT":
             self.agents[span.key] = AgentSpan(key=span.key, name=_first_label(attributes, _AGENT_NAME), start=span.start)
-        has_messages = any(name in attributes for name in _MESSAGE_ATTRIBUTES) or otel_numbered.has_messages(attributes)
+        has_messages = any(name in attributes for name in _MESSAGE_ATTRIBUTES) or otel_indexed.has_messages(attributes)
         if operation in _CALLS or has_messages:
             call = self._call(span)
             call.parent, call.start, call.end, call.error, call.has_span = span.parent, span.start, span.end, span.error, True
@@ -184,12 +184,12 @@ class SpanCollector:
         if not call.inputs:
             inputs = [*_instructions(attributes.get(_SYSTEM), call.gaps), *_messages(attributes, _INPUT, call.gaps)]
             inputs = inputs or list(_plain_messages(attributes, _PROMPT, "user", call.gaps))
-            inputs = inputs or list(otel_numbered.messages(attributes, otel_numbered.PROMPTS, "user", call.gaps, _message))
+            inputs = inputs or list(otel_indexed.messages(attributes, otel_indexed.PROMPTS, "user", call.gaps, _message))
             call.inputs, call.inputs_complete = [self._entry(message) for message in inputs], bool(inputs)
         if not call.outputs:
             outputs = list(_messages(attributes, _OUTPUT, call.gaps))
             outputs = outputs or list(_plain_messages(attributes, _COMPLETION, "assistant", call.gaps))
-            outputs = outputs or list(otel_numbered.messages(attributes, otel_numbered.COMPLETIONS, "assistant", call.gaps, _message))
+            outputs = outputs or list(otel_indexed.messages(attributes, otel_indexed.COMPLETIONS, "assistant", call.gaps, _message))
             if len(outputs) > 1 and all(message.message.role == "assistant" for message in outputs):
                 call.gaps.add(_EXTRA_CHOICES, len(outputs) - 1)
                 outputs = outputs[:1]
@@ -197,9 +197,9 @@ class SpanCollector:
         if not call.tools and "gen_ai.tool.definitions" in attributes:
             call.tools = values.tool_schemas(decode_json(attributes["gen_ai.tool.definitions"]), call.gaps)
         elif not call.tools:
-            call.tools = values.tool_schemas(otel_numbered.definitions(attributes, call.gaps), call.gaps)
+            call.tools = values.tool_schemas(otel_indexed.definitions(attributes, call.gaps), call.gaps)
 
-    def _entry(self, message: Spoken) -> MessageEntry:
+    def _entry(self, message: ImportedMessage) -> MessageEntry:
         """The shared entry of this message."""
         self.messages += 1
         entry = MessageEntry.of(message)
@@ -256,7 +256,7 @@ def _fields(event: Event) -> dict[str, Any]:
     return fields | {key: value for key, value in event.attributes.items() if key in _MESSAGE_FIELDS or key.startswith("gen_ai.")}
 
 
-def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[Spoken]:
+def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
     """The messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
@@ -266,7 +266,7 @@ def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: G
         yield openai.parse_message({"role": role, **item}, f"{name}[{number}]", gaps)
 
 
-def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[Spoken]:
+def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[ImportedMessage]:
     """The messages of an attribute, JSON text or structured. Text that the emitter has cut off is a gap, not an error."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
@@ -276,7 +276,7 @@ def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[
         yield from _message(item, f"{name}[{number}]", gaps)
 
 
-def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Spoken]:
+def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[ImportedMessage]:
     """The messages of one message in parts: each tool result in it is a separate message."""
     if "parts" not in item:
         yield openai.parse_message(item, what, gaps)
@@ -305,7 +305,7 @@ def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Spoken]
     yield from results
 
 
-def _instructions(value: Any, gaps: Gaps) -> Sequence[Spoken]:
+def _instructions(value: Any, gaps: Gaps) -> Sequence[ImportedMessage]:
     """The messages of `gen_ai.system_instructions`."""
     parts = decode_json(value)
     if parts is None:

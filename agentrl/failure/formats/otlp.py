@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.failure.formats.files import Document, SourceLocation, Unreadable
+from agentrl.failure.formats.files import Document, SourceLocation, UnreadableDocument
 from agentrl.failure.formats.values import as_object, as_objects, object_or_empty, printable_label, type_name
 
 SpanKey = tuple[str, str]
@@ -56,8 +56,8 @@ def recognizes(value: Any) -> bool:
     return isinstance(value, dict) and ("resourceSpans" in value or "resourceLogs" in value)
 
 
-def entries(document: Document) -> Iterator[Span | Event | Unreadable]:
-    """Yields the spans and events of an export. An invalid one becomes an `Unreadable`, the others are read."""
+def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
+    """Yields the spans and events of an export. An invalid one becomes an `UnreadableDocument`, the others are read."""
     location, fix = document.location, "export spans as OTLP JSON, ids in hex"
     for outer, scope, inner in (("resourceSpans", "scopeSpans", "spans"), ("resourceLogs", "scopeLogs", "logRecords")):
         try:
@@ -131,7 +131,7 @@ def _span(span: Mapping[str, Any], service: str, location: SourceLocation) -> Sp
     )
 
 
-def _events(span: Span, events: Any) -> Iterator[Event | Unreadable]:
+def _events(span: Span, events: Any) -> Iterator[Event | UnreadableDocument]:
     """The events of a span that concern generative AI: earlier conventions put messages there."""
     try:
         for event in as_objects(events, "events"):

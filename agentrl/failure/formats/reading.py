@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.failure.formats import atif, openai, otlp
-from agentrl.failure.formats.files import Document, Unreadable, documents
+from agentrl.failure.formats.files import Document, UnreadableDocument, documents
 from agentrl.failure.formats.otel import SpanCollector
 from agentrl.failure.formats.values import type_name
 from agentrl.failure.trace import Trace
@@ -22,11 +22,11 @@ _PROBED = 100  # entries of a list that are tested for being documents
 _FIX = "repair or remove it, or export it again; other documents are read"
 
 
-def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unreadable]:
+def read(path: Path | str, format: str | None = None) -> Iterator[Trace | UnreadableDocument]:
     """Reads the traces of a file, or of all .json, .jsonl and .ndjson files below a folder.
 
-    Yields an `Unreadable` for each document without a trace and for each repeated trace. Traces of spans come last, because their spans may
-    be in several files.
+    Yields an `UnreadableDocument` for each document without a trace and for each repeated trace. Traces of spans come last, because
+    their spans may be in several files.
 
     Args:
         format: one of `FORMATS`; None detects the format of each document.
@@ -42,10 +42,10 @@ def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unread
     return _distinct(_read(path, format))
 
 
-def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], list[Unreadable]]:
+def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], list[UnreadableDocument]]:
     """Returns the traces and the unreadable documents of `read`. Raises `UserError` if there is no trace: the first unreadable document."""
     traces: list[Trace] = []
-    unreadable: list[Unreadable] = []
+    unreadable: list[UnreadableDocument] = []
     for one in read(path, format):
         if isinstance(one, Trace):
             traces.append(one)
@@ -56,22 +56,22 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
     return traces, unreadable
 
 
-def _distinct(items: Iterator[Trace | Unreadable]) -> Iterator[Trace | Unreadable]:
+def _distinct(items: Iterator[Trace | UnreadableDocument]) -> Iterator[Trace | UnreadableDocument]:
     locations: dict[str, str] = {}
     for item in items:
         if isinstance(item, Trace):
             file, position = item.origin.get("file", ""), item.origin.get("place", "")
             if item.id in locations:
-                yield Unreadable(Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: it is kept once")
+                yield UnreadableDocument(Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: it is kept once")
                 continue
             locations[item.id] = ", ".join(filter(None, (file, position)))
         yield item
 
 
-def _read(path: Path, format: str | None) -> Iterator[Trace | Unreadable]:
+def _read(path: Path, format: str | None) -> Iterator[Trace | UnreadableDocument]:
     spans = SpanCollector()
     for item in documents(path):
-        if isinstance(item, Unreadable):
+        if isinstance(item, UnreadableDocument):
             yield item
             continue
         for document in _parts(item, format):
@@ -83,7 +83,7 @@ def _read(path: Path, format: str | None) -> Iterator[Trace | Unreadable]:
     yield from spans.traces()
 
 
-def _parse(document: Document, kind: str) -> Trace | Unreadable:
+def _parse(document: Document, kind: str) -> Trace | UnreadableDocument:
     try:
         if not kind:
             raise UserError(f"has no known format: it is {_describe(document.value)}", fix=f"known are {', '.join(FORMATS)}; {_FIX}")

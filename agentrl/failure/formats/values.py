@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from agentrl import fields, usercode
-from agentrl.failure.trace import Spoken
-from agentrl.records import Message, ToolCall
+from agentrl.base import user_code
+from agentrl.failure.trace import ImportedMessage
+from agentrl.records import Message, ToolCall, fields
 
 UNPARSED = "__unparsed__"
 """The one argument of a call whose arguments are not a JSON object; its value is their text."""
@@ -94,7 +94,7 @@ def printable_label(value: Any) -> str:
         return ""
     if isinstance(value, int):
         return str(value) if abs(value) < 1 << 63 else ""
-    return " ".join(usercode.printable(fields.text(value), _MAX_LABEL).split())
+    return " ".join(user_code.printable(fields.text(value), _MAX_LABEL).split())
 
 
 def message_text(value: Any, what: str, gaps: Gaps) -> str:
@@ -158,11 +158,11 @@ def arguments_text(call: ToolCall) -> str:
 def build_message(
     role: str, text: str, *, calls: Sequence[ToolCall] = (), call_ids: Sequence[str] = (), answers: str = "", failed: bool = False,
     reasoning: str = "", agent: str = "", at_s: float | None = None,
-) -> Spoken:  # fmt: skip
+) -> ImportedMessage:  # fmt: skip
     """Builds a message. Raises `ValueError` for a role that is not a printable name of at most 40 characters."""
     if not role or len(role) > 40 or not role.isprintable():
         raise ValueError(f"a message has the role {role[:40]!a}")
-    return Spoken(
+    return ImportedMessage(
         message=Message(role=role, content=text, tool_calls=tuple(calls)), agent=agent, call_ids=tuple(call_ids) if any(call_ids) else (),
         answers=answers, failed=failed, reasoning=reasoning, at_s=at_s,
     )  # fmt: skip

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.files import replace_file
 from agentrl.errors import UserError
 from agentrl.failure.formats import atif_export, openai
 from agentrl.failure.trace import Trace
-from agentrl.files import replacing
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 # Line breaks to some readers, control characters to some terminals; written as escapes.
@@ -41,7 +41,7 @@ def write(traces: Iterable[Trace], path: Path | str, format: str = "atif") -> in
         return _write_folder(documents, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     count, lines = 0, path.suffix == ".jsonl"
-    with replacing(path) as part, part.open("wb") as file:
+    with replace_file(path) as part, part.open("wb") as file:
         for _, document in documents:
             count += 1
             if count > 1 and not lines:
@@ -62,7 +62,7 @@ def _write_folder(documents: Iterator[tuple[Trace, dict[str, Any]]], folder: Pat
         while name.lower() in taken:
             name, number = f"{stem}-{number}", number + 1
         taken.add(name.lower())
-        with replacing(folder / f"{name}.json") as part:
+        with replace_file(folder / f"{name}.json") as part:
             part.write_text(_json(document, indent=1) + "\n", encoding="utf-8")
     return len(taken)
 
