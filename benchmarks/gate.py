@@ -14,14 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from agentrl.gate.rule import GateRule
-from agentrl.gate.simulation import block_rate, block_rate_in_a_run
+from agentrl.evaluation.comparison import Scores
+from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
 from benchmarks import stored
 
 STATED = {"0.95 -> 0.85 in every case": 0.8, "a tenth of the cases lost, 0.95 elsewhere": 0.95}
@@ -43,6 +45,38 @@ def policies(cases: int) -> dict[str, Rates]:
         "a tenth of the cases lost, 0.95 elsewhere": ([0.95] * cases, [0.0] * tenth + [0.95] * (cases - tenth)),
         "one case lost, 0.95 elsewhere": ([0.95] * cases, [0.0] + [0.95] * (cases - 1)),
     }
+
+
+def block_rate(rule: GateRule, before: Sequence[float], now: Sequence[float], *, evaluations: int, seed: int = 0) -> float:
+    """Share of evaluations in which the candidate is blocked.
+
+    The baseline passes case i with probability `before[i]`, the candidate with `now[i]`, attempt by attempt.
+    """
+    rng = random.Random(seed)
+    blocked = sum(_evaluate(rule, _attempts(dict(enumerate(before)), rule.repeats, rng), now, rng)[0].blocked for _ in range(evaluations))
+    return blocked / evaluations
+
+
+def block_rate_in_a_run(rule: GateRule, rates: Sequence[float], *, evaluations: int, seed: int = 0) -> float:
+    """The same for a policy that never changes, in a run: each promoted version is the next baseline."""
+    rng, blocked = random.Random(seed), 0
+    baseline = _attempts(dict(enumerate(rates)), rule.repeats, rng)
+    for _ in range(evaluations):
+        result, candidate = _evaluate(rule, baseline, rates, rng)
+        blocked += result.blocked
+        baseline = baseline if result.blocked else candidate
+    return blocked / evaluations
+
+
+def _evaluate(rule: GateRule, baseline: Scores, now: Sequence[float], rng: random.Random) -> tuple[RuleResult, Scores]:
+    candidate = _attempts(dict(enumerate(now)), rule.repeats, rng)
+    retried = cases_to_retry(rule, baseline, candidate)
+    again = _attempts({int(case): now[int(case)] for case in retried}, rule.confirm, rng)
+    return apply_rule(rule, baseline, candidate, again), candidate
+
+
+def _attempts(rates: Mapping[int, float], tries: int, rng: random.Random) -> Scores:
+    return {f"{case:05d}": [float(rng.random() < rate) for _ in range(tries)] for case, rate in rates.items()}
 
 
 def most_by_chance(alpha: float, evaluations: int) -> float:

@@ -69,9 +69,7 @@ def install(python: str, version: str, *, has_gpu: bool, run: Run = run) -> int:
         if install_with_uv(python, version, run):
             print(f"set-up: torch {version}, CPU build from PyTorch's index")
             return 0
-        print(
-            f"set-up: PyTorch's index does not answer, so torch {version} comes from the configured index, perhaps with CUDA"
-        )
+        print(f"set-up: PyTorch's index does not answer, so torch {version} comes from the configured index, perhaps with CUDA")
     done = run([python, *PIP, "install", "--quiet", "--no-compile", "--no-deps", "--retries", "5", f"torch=={version}"], None)
     print(done.stderr, end="", file=sys.stderr)
     return done.returncode

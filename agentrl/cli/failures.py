@@ -217,15 +217,17 @@ def cluster(
     as_json: JsonFlag = False,
 ) -> None:
     """Cluster similar failures by tags, tools and errors, or by embeddings; the largest clusters first."""
-    from agentrl.failure.clusters import MIN_EMBEDDING_SIMILARITY, MIN_SIMILARITY, cluster_traces, trace_features
-    from agentrl.failure.features import describe_trace
+    from agentrl.failure.clusters import (
+        MIN_EMBEDDING_SIMILARITY,
+        MIN_SIMILARITY,
+        cluster_traces,
+        describe_trace,
+        load_minilm,
+        trace_features,
+    )
     from agentrl.failure.render import one_line
 
-    embedding = None
-    if embed:
-        from agentrl.failure.embedding import load_minilm
-
-        embedding = load_minilm()
+    embedding = load_minilm() if embed else None
     with _opened(run) as collection:
         some = [
             trace_features(trace, describe_trace(trace) if embed else "")

@@ -17,11 +17,12 @@ from agentrl.base.user_code import printable
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import loading, run_folder
 from agentrl.errors import UserError
-from agentrl.evaluation import power, results
-from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, Scores, compare
-from agentrl.evaluation.results import EvaluationFigures, SuiteResults
+from agentrl.evaluation.comparison import Comparison, Scores, compare
+from agentrl.evaluation.results import SuiteResults
+from agentrl.evaluation import results, statistics
+from agentrl.evaluation.comparison import ALPHA, MARGIN
+from agentrl.evaluation.results import EvaluationFigures, attempt_passes
 from agentrl.failure.case import Suite, check_attempt_options, load_suite
-from agentrl.gate.rule import attempt_passes
 from agentrl.gate.verdict import evaluation_folder
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Plan:
     difference: float
     alpha: float
     chance: float  # probability of detecting the difference
-    noise: float  # `agentrl.evaluation.power.attempt_noise`
+    noise: float  # `agentrl.evaluation.statistics.attempt_noise`
     cases: dict[int, int]  # attempts per case and policy -> number of cases
     here: dict[int, float | None]  # attempts per case -> smallest detectable difference with the cases of the given evaluation
     suite_cases: int = 0
@@ -156,17 +157,21 @@ def planned(known: SuiteResults | None, rate: float | None, difference: float, *
     scored = [[one for one in scores if one is not None and math.isfinite(one)] for scores in tried]
     scored = [scores for scores in scored if scores]
     try:
-        noise = power.attempt_noise(scored) if rate is None else 2 * rate * (1 - rate)
+        noise = statistics.attempt_noise(scored) if rate is None else 2 * rate * (1 - rate)
     except ValueError:
         raise UserError("no attempt of that evaluation was scored", fix="evaluate again, or use --rate") from None
-    plan = {n: power.planned_spread(difference, noise, repeats=n) for n in _PLANNED}
+    plan = {n: statistics.planned_spread(difference, noise, repeats=n) for n in _PLANNED}
     return Plan(
         difference=difference,
         alpha=alpha,
         chance=_CHANCE,
         noise=noise,
-        cases={n: power.cases_needed(difference, spread, alpha=alpha, power=_CHANCE) for n, spread in plan.items()},
-        here={n: power.smallest_detectable(len(scored), noise, repeats=n, alpha=alpha, power=_CHANCE) for n in _PLANNED} if known else {},
+        cases={n: statistics.cases_needed(difference, spread, alpha=alpha, power=_CHANCE) for n, spread in plan.items()},
+        here={n: statistics.smallest_detectable(len(scored), noise, repeats=n, alpha=alpha, power=_CHANCE) for n in _PLANNED}
+        if known
+        else {},
+        if known
+        else {},
         suite_cases=len(scored),
     )
 

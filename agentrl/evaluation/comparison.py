@@ -1,4 +1,4 @@
-"""The paired comparison of two policies: which attempts are pairs, what they say, and what may be concluded."""
+"""The paired comparison of two policies on the same cases."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from enum import StrEnum
 from fractions import Fraction
 
 from agentrl.base.scores import exact_fraction, tolerance
-from agentrl.evaluation import intervals, power
-from agentrl.evaluation.exact import sign_flip_test
-from agentrl.evaluation.sequential import e_value
+from agentrl.evaluation.statistics import cases_needed, difference_interval, e_value, planned_spread, sign_flip_test
 
 Scores = Mapping[str, Sequence[float | None]]
-"""Case -> the score of each attempt, in their order; None: unscored."""
+"""Case -> the score of each attempt, in order; None means unscored."""
 
 ALPHA, MARGIN = 0.05, 0.05
-_FOR_SAMENESS = 3.5  # see `intervals.differences`: what has not been seen in a few cases is no proof that it is rare
+_SAMENESS_SQUARES = 3.5  # see `difference_interval`: what few cases do not show may still be frequent
 
 
 class ComparisonVerdict(StrEnum):
-    """What may be said of the second policy against the first."""
+    """The result of comparing a policy with an earlier one."""
 
     BETTER = "better"
     WORSE = "worse"
-    SAME = "same"  # the difference, whichever way, is within the margin
+    SAME = "same"  # the difference is within the margin either way
     NOT_ENOUGH = "not enough data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedCase:
-    """One case, tried by both."""
+    """The paired scores of one case."""
 
     case: str
-    before: tuple[float, ...]  # scores of the attempts that both have one of
+    before: tuple[float, ...]  # scores of the attempts that are scored on both sides
     after: tuple[float, ...]
 
     @property
     def difference(self) -> Fraction:
-        """The mean over the attempts of after minus before; exact, and 0 if both are equal up to rounding."""
-        moved = (sum(map(exact_fraction, self.after), Fraction()) - sum(map(exact_fraction, self.before), Fraction())) / len(self.before)
-        return moved if abs(moved) > tolerance(*self.before, *self.after) else Fraction()
+        """Mean after minus mean before; exact, and 0 if both are equal up to rounding."""
+        difference = (sum(map(exact_fraction, self.after), Fraction()) - sum(map(exact_fraction, self.before), Fraction())) / len(
+            self.before
+        )
+        return difference if abs(difference) > tolerance(*self.before, *self.after) else Fraction()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedScores:
-    """What of two evaluations can be compared."""
+    """The comparable part of two evaluations."""
 
     pairs: tuple[PairedCase, ...]
-    unpaired: tuple[str, ...]  # cases that only one side has, or of which no attempt is a pair
-    unscored: int  # attempts that one of the two has no score of
+    unpaired: tuple[str, ...]  # cases without a pair of scored attempts
+    unscored: int  # pairs of attempts that one side did not score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two policies on the same cases: `effect` is the mean score after minus the mean score before, over cases."""
+    """Two policies on the same cases. `effect` is the mean over cases of the score after minus the score before."""
 
     cases: int
-    attempts: int  # pairs of them
-    unscored: int  # attempts left out, because one side has no score
-    unpaired: tuple[str, ...]  # cases that only one side has, or of which no attempt is a pair
+    attempts: int  # pairs
+    unscored: int  # pairs of attempts that one side did not score
+    unpaired: tuple[str, ...]  # cases without a pair of scored attempts
     before: float
     after: float
     effect: float
@@ -69,7 +69,7 @@ class Comparison:
     high: float
     p_value: float  # two-sided, by flipping the signs of whole cases
     exact: bool
-    evidence_of_drop: float  # anytime-valid: `agentrl.evaluation.sequential.e_value`; 0 where scores leave [0, 1]
+    evidence_of_drop: float  # see `agentrl.evaluation.statistics.e_value`; 0 if scores leave [0, 1]
     lost: tuple[str, ...]  # cases with a lower mean after, the largest loss first
     gained: tuple[str, ...]
     spread: float  # standard deviation of the case differences
@@ -78,43 +78,43 @@ class Comparison:
     verdict: ComparisonVerdict
 
     def cases_needed(self, difference: float, *, chance: float = 0.8) -> int:
-        """Cases like these that a difference would need to be seen with this chance. Raises `ValueError` for a difference of 0.
+        """The number of similar cases that detect a difference with this chance. Raises `ValueError` for a difference of 0.
 
-        Where fewer flipped than such a difference must flip, what was seen says nothing of it: it is planned without noise.
+        Plans without noise if fewer cases flipped than the difference requires.
         """
-        spread = max(self.spread, power.planned_spread(difference, 0.0))
-        return power.cases_needed(difference, spread, alpha=self.alpha, power=chance)
+        spread = max(self.spread, planned_spread(difference, 0.0))
+        return cases_needed(difference, spread, alpha=self.alpha, power=chance)
 
 
 def pair_scores(before: Scores, after: Scores) -> PairedScores:
-    """Attempt k of a case is one side's pair to the other's; what only one has is left out."""
+    """Pairs attempt k of a case on one side with attempt k on the other."""
     pairs: list[PairedCase] = []
     unscored = 0
     for case in sorted(before.keys() & after.keys()):
         both = list(zip(before[case], after[case], strict=False))
-        scored = [(one, other) for one, other in both if _number(one) and _number(other)]
+        scored = [(one, other) for one, other in both if _is_number(one) and _is_number(other)]
         unscored += len(both) - len(scored)
         if scored:
             ones, others = zip(*scored, strict=True)
             pairs.append(PairedCase(case=case, before=ones, after=others))
-    there = {pair.case for pair in pairs}
-    return PairedScores(pairs=tuple(pairs), unpaired=tuple(sorted((before.keys() | after.keys()) - there)), unscored=unscored)
+    unpaired = (before.keys() | after.keys()) - {pair.case for pair in pairs}
+    return PairedScores(pairs=tuple(pairs), unpaired=tuple(sorted(unpaired)), unscored=unscored)
 
 
 def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: float = MARGIN, seed: int = 0) -> Comparison | None:
-    """Compares `after` with `before`; None where there is not one pair.
+    """Compares `after` with `before`; None if there is no pair.
 
-    `same` where the interval of level 1 - 2 alpha lies within the margin: two one-sided tests (Schuirmann 1987). Else `better` or
-    `worse` where the sign-flip test is significant at `alpha`, else `not enough data`.
+    The verdict is `same` if the interval of level 1 - 2 alpha lies within the margin: two one-sided tests (Schuirmann 1987). Else it is
+    `better` or `worse` if the sign-flip test is significant at `alpha`, else `not enough data`.
     """
     both = pair_scores(before, after)
     pairs = both.pairs
     if not pairs:
         return None
     differences = [pair.difference for pair in pairs]
-    moved = [float(one) for one in differences]
-    wide = intervals.difference_interval(moved, seed=seed)
-    narrow = intervals.difference_interval(moved, level=1 - 2 * alpha, made_up=_FOR_SAMENESS, seed=seed)
+    changes = [float(difference) for difference in differences]
+    wide = difference_interval(changes, seed=seed)
+    narrow = difference_interval(changes, level=1 - 2 * alpha, made_up=_SAMENESS_SQUARES, seed=seed)
     tails = sign_flip_test(differences, seed=seed)
     verdict = ComparisonVerdict.NOT_ENOUGH
     if -margin < narrow.low and narrow.high < margin:
@@ -134,15 +134,15 @@ def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: floa
         high=wide.high,
         p_value=tails.both,
         exact=tails.exact,
-        evidence_of_drop=e_value(moved) if all(-1 <= one <= 1 for one in moved) else 0.0,
+        evidence_of_drop=e_value(changes) if all(-1 <= change <= 1 for change in changes) else 0.0,
         lost=tuple(pair.case for difference, pair in ranked if difference < 0),
         gained=tuple(pair.case for difference, pair in reversed(ranked) if difference > 0),
-        spread=statistics.stdev(moved) if len(moved) > 1 else 0.0,
+        spread=statistics.stdev(changes) if len(changes) > 1 else 0.0,
         alpha=alpha,
         margin=margin,
         verdict=verdict,
     )
 
 
-def _number(score: float | None) -> bool:
+def _is_number(score: float | None) -> bool:
     return score is not None and math.isfinite(score)

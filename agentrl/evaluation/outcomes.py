@@ -10,14 +10,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agentrl.evaluation.results import CaseAttempt
+from agentrl.evaluation.results import CaseAttempt, attempt_passes
 from agentrl.failure.capture import capture_reason
 from agentrl.failure.case import Case
 from agentrl.failure.render import one_line, render_trace
 from agentrl.failure.timeline import truncate_middle
 from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.failure.triage import TriageRule, deciding_tag_name, tag_by_rules
-from agentrl.gate.rule import attempt_passes
 from agentrl.records import ScoredEpisode
 
 _TAIL = 4000  # characters of a transcript

@@ -1,8 +1,8 @@
-"""The files of one evaluation of a suite: what was asked of whom, and every attempt.
+"""The files of one evaluation of a suite: its settings, and each attempt.
 
-about.json        `EvaluationInfo`: suite, model, sampling, and what else two evaluations must share to be compared
-attempts.jsonl    an `CaseAttempt` a line
-episodes.jsonl    the episodes in words, a line each, with the same `episode` as their attempt
+about.json        `EvaluationInfo`: suite, model, sampling, and other settings that two compared evaluations must share
+attempts.jsonl    an `CaseAttempt` on each line
+episodes.jsonl    the transcripts, one on each line, with the same `episode` as their attempt
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import commit_folder, json_line, partial_folder
+from agentrl.base.scores import is_at_least
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
-from agentrl.evaluation import intervals
 from agentrl.evaluation.comparison import Scores
-from agentrl.evaluation.passes import mean_pass_at_k
-from agentrl.gate.rule import attempt_passes
+from agentrl.evaluation.statistics import mean_pass_at_k, rate_interval
 from agentrl.records import codec
 from agentrl.records.fields import JsonObject, Record, Text
 
 FORMAT = 1
 ABOUT, ATTEMPTS, EPISODES = "about.json", "attempts.jsonl", "episodes.jsonl"
 LARGEST_SCORE = 1e100
-"""Of an attempt, up or down: sums of a few larger ones are no floats any more."""
+"""Largest absolute score of an attempt: sums of a few larger ones overflow."""
 LARGEST_COUNT = 1 << 40
-"""Of the tokens, turns and seconds of an attempt: sums of so many attempts as a file holds still fit a record."""
-_LARGEST = 256 << 20  # bytes of one file
+"""Largest number of tokens, turns or seconds of an attempt: sums over a file still fit a record."""
+_MAX_BYTES = 256 << 20  # of one file
+_WRITTEN_BY = "agentrl eval RECIPE --suite SUITE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,40 +43,40 @@ class CaseAttempt(Record):
     task_key: str  # hash of the case's content
     number: int  # counted from 0, attempts at the same case
     episode: str
-    score: float | None  # None: unscored, never 0
-    reason: Text = ""  # why there is no score
+    score: float | None  # None means unscored, never 0
+    reason: Text = ""  # why it is unscored
     again: bool = False  # a further attempt, because the case looked worse
     tokens: int = 0  # sampled
     turns: int = 0
     wall_s: float = 0.0
     ended: str = ""  # stop reason
-    versions: tuple[int, ...] = ()  # that sampled its tokens
+    versions: tuple[int, ...] = ()  # policy versions that sampled its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationInfo(Record):
-    """Where the attempts come from."""
+    """The settings and provenance of an evaluation."""
 
     suite: str
     suite_sha256: str
     cases: int
     repeats: int
-    model: str  # as it was named
-    version: int  # of the run that made it; 0 for a model of its own
+    model: str  # as given
+    version: int  # of the run that created it; 0 for a model outside a run
     sha256: str  # of its weights
-    recipe: str  # its name
+    recipe: str  # name
     recipe_sha256: str
     sampling: JsonObject
     seed: int
-    threshold: float  # score from which an attempt has passed ...
+    threshold: float  # score from which an attempt passes, for cases without a threshold
     agentrl: str
     at: str  # UTC, ISO 8601
     wall_s: float = 0.0
-    thresholds: Mapping[str, float] = field(default_factory=dict)  # ... and of the cases that have one of their own
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # of cases with a threshold
     format: int = FORMAT
 
     def pass_threshold(self, case: str) -> float:
-        """Score from which an attempt at a case has passed."""
+        """Score from which an attempt at a case passes."""
         return self.thresholds.get(case, self.threshold)
 
     def __post_init__(self) -> None:
@@ -87,9 +87,9 @@ class EvaluationInfo(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationFigures(Record):
-    """What an evaluation comes to."""
+    """The rates and costs of an evaluation."""
 
-    pass_at_1: float | None  # mean over cases; None: not one attempt was scored
+    pass_at_1: float | None  # mean over cases; None if no attempt was scored
     low: float | None  # of its 95% interval
     high: float | None
     pass_at_k: float | None  # at least one of `k` attempts passes; unbiased
@@ -98,7 +98,7 @@ class EvaluationFigures(Record):
     attempts: int
     unscored: int
     tokens: int  # of all attempts
-    turns: float | None  # of an attempt, the mean
+    turns: float | None  # mean per attempt
     wall_s: float
 
 
@@ -111,31 +111,31 @@ class SuiteResults:
 
     def scores(self, *, again: bool = False) -> Scores:
         """Case -> scores in the order of the attempts: of the evaluation, or of the further attempts at cases that looked worse."""
-        found: dict[str, list[float | None]] = {}
-        for one in sorted(self.attempts, key=lambda one: (one.case, one.number)):
-            if one.again is again:
-                found.setdefault(one.case, []).append(one.score)
-        return found
+        scores: dict[str, list[float | None]] = {}
+        for attempt in sorted(self.attempts, key=lambda attempt: (attempt.case, attempt.number)):
+            if attempt.again is again:
+                scores.setdefault(attempt.case, []).append(attempt.score)
+        return scores
 
     @property
     def task_keys(self) -> dict[str, str]:
         """Case -> hash of its content."""
-        return {one.case: one.task_key for one in self.attempts}
+        return {attempt.case: attempt.task_key for attempt in self.attempts}
 
     def figures(self, k: int = 0) -> EvaluationFigures:
-        """Rates and costs, further attempts apart. `k` 0: the number of repeats, or what every case was tried where that is more."""
-        first = [one for one in self.attempts if not one.again]
+        """Rates and costs without the further attempts. `k` 0 means the number of repeats, or the least number of attempts if larger."""
+        first = [attempt for attempt in self.attempts if not attempt.again]
         by_case: dict[str, list[float]] = {}
-        for one in first:
-            if one.score is not None:
-                by_case.setdefault(one.case, []).append(one.score)
+        for attempt in first:
+            if attempt.score is not None:
+                by_case.setdefault(attempt.case, []).append(attempt.score)
         counts = [
             (sum(attempt_passes(score, self.about.pass_threshold(case)) for score in scores), len(scores))
             for case, scores in by_case.items()
         ]
         tries = sum(count for _, count in counts)
-        k = k or max(self.about.repeats, min(Counter(one.case for one in first).values(), default=1))
-        rate = intervals.rate_interval([passed / count for passed, count in counts], tries) if counts else None
+        k = k or max(self.about.repeats, min(Counter(attempt.case for attempt in first).values(), default=1))
+        rate = rate_interval([passed / count for passed, count in counts], tries) if counts else None
         return EvaluationFigures(
             pass_at_1=None if rate is None else rate.value,
             low=None if rate is None else rate.low,
@@ -145,10 +145,15 @@ class SuiteResults:
             mean_score=statistics.fmean(statistics.fmean(scores) for scores in by_case.values()) if by_case else None,
             attempts=len(first),
             unscored=len(first) - tries,
-            tokens=sum(one.tokens for one in first),
-            turns=statistics.fmean(one.turns for one in first) if first else None,
+            tokens=sum(attempt.tokens for attempt in first),
+            turns=statistics.fmean(attempt.turns for attempt in first) if first else None,
             wall_s=self.about.wall_s,
         )
+
+
+def attempt_passes(score: float | None, threshold: float) -> bool:
+    """Whether an attempt with this score passes."""
+    return score is not None and is_at_least(score, threshold)
 
 
 def suite_sha256(task_keys: Mapping[str, str]) -> str:
@@ -159,44 +164,42 @@ def suite_sha256(task_keys: Mapping[str, str]) -> str:
 def save_results(
     folder: Path, results: SuiteResults, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes an evaluation's folder, whole or not at all, in place of one that is there. `more`: further files, by name."""
+    """Writes an evaluation's folder atomically, replacing an existing one. `more` holds further files by name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = partial_folder(folder)
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
-    (part / ATTEMPTS).write_bytes(b"".join(codec.to_json(one) + b"\n" for one in results.attempts))
-    (part / EPISODES).write_bytes(b"".join(json_line(dict(one)) for one in episodes))
+    (part / ATTEMPTS).write_bytes(b"".join(codec.to_json(attempt) + b"\n" for attempt in results.attempts))
+    (part / EPISODES).write_bytes(b"".join(json_line(dict(episode)) for episode in episodes))
     for name, data in (more or {}).items():
         (part / name).write_bytes(data)
     commit_folder(part, folder)
 
 
 def load_results(folder: Path) -> SuiteResults:
-    """Reads an evaluation's folder. Raises `UserError` that says what is wrong with it."""
+    """Reads an evaluation's folder. Raises `UserError` that names the problem."""
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}", fix="give one that agentrl eval RECIPE --suite SUITE has written, or RUN@VERSION")
+        raise UserError(f"no folder {folder}", fix=f"give one that {_WRITTEN_BY} has written, or RUN@VERSION")
     try:
-        about = codec.from_json(EvaluationInfo, read_bytes(folder / ABOUT, most=_LARGEST, inside=folder))
-        lines = read_bytes(folder / ATTEMPTS, most=_LARGEST, inside=folder).split(b"\n")[:-1]
+        about = codec.from_json(EvaluationInfo, read_bytes(folder / ABOUT, most=_MAX_BYTES, inside=folder))
+        lines = read_bytes(folder / ATTEMPTS, most=_MAX_BYTES, inside=folder).split(b"\n")[:-1]
         attempts = tuple(codec.from_json(CaseAttempt, line) for line in lines)
         _check(attempts)
     except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} holds no evaluation of a suite: {Path(str(error.filename)).name} is missing",
-            fix="give a folder that agentrl eval RECIPE --suite SUITE has written, or RUN@VERSION",
-        ) from None
+        problem = f"{folder} holds no evaluation of a suite: {Path(str(error.filename)).name} is missing"
+        raise UserError(problem, fix=f"give a folder that {_WRITTEN_BY} has written, or RUN@VERSION") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
     return SuiteResults(about=about, attempts=attempts)
 
 
 def _check(attempts: Iterable[CaseAttempt]) -> None:
-    """Raises `ValueError` for attempts that nothing can be concluded from."""
+    """Raises `ValueError` for repeated attempts, and for scores or counts beyond the limits."""
     seen: set[tuple[str, int]] = set()
     for one in attempts:
         if (one.case, one.number) in seen or one.number < 0:
-            raise ValueError(f"attempt {one.number} at {one.case!r} is there twice, or is none")
+            raise ValueError(f"attempt {one.number} at {one.case!r} occurs twice, or has a negative number")
         if one.score is not None and math.isfinite(one.score) and abs(one.score) > LARGEST_SCORE:
             raise ValueError(f"attempt {one.number} at {one.case!r} has a score of {one.score:g}")
-        if not (0 <= one.tokens < LARGEST_COUNT and 0 <= one.turns < LARGEST_COUNT and 0 <= one.wall_s < LARGEST_COUNT):
+        if not all(0 <= count < LARGEST_COUNT for count in (one.tokens, one.turns, one.wall_s)):
             raise ValueError(f"attempt {one.number} at {one.case!r} took {one.tokens} tokens, {one.turns} turns and {one.wall_s:g} s")
         seen.add((one.case, one.number))

@@ -1,4 +1,4 @@
-"""What went wrong: failures of the policy captured, named, clustered and made regression cases; broken tasks and faults held in bounds."""
+"""Failures of the policy, captured, tagged, clustered and promoted to regression cases; broken tasks; the rate of faults."""
 
 from agentrl.failure.capture import Capture
 from agentrl.failure.quarantine import Quarantine

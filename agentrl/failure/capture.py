@@ -1,4 +1,4 @@
-"""Capture: which episodes are kept as traces, and why. It costs an episode that passed a count, and the run nothing when it fails."""
+"""Captures the failed episodes of a run as traces, and counts all episodes."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ from agentrl.records import Group, ScoredEpisode, Task
 log = logging.getLogger(__name__)
 
 Audit = Callable[[Task, ScoredEpisode], str]
-"""Why a score was not earned, in words; empty when nothing speaks against it."""
+"""Returns why a score was not earned; empty if nothing speaks against it."""
 
 MAX_KINDS = 200
-"""Kinds of tasks counted apart; the rest are counted together."""
+"""Kinds of tasks that are counted separately; the rest are counted together."""
 OTHERS = "others"
-_BUSY_S = 2.0  # for another process that writes tags: all episodes wait meanwhile
-_SLOW_S = 0.2  # what takes longer and fails all the same is left alone for `_REST` times as long: a locked file, a disk that hangs
-_REST = 50
+_BUSY_S = 2.0  # longest wait for another process's write; all episodes wait meanwhile
+_SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file, capture pauses for 50 times its duration
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
 
 def capture_reason(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: bool = False) -> CaptureReason | None:
-    """Why an episode is a failure; None when it is none.
+    """Returns why an episode is a failure, or None if it passed.
 
     Args:
         below: a finite score below this is a failure.
-        audit: why the score was not earned, if anything says so.
+        audit: the reason why the score was not earned, if there is one.
         passed_before: whether an earlier version passed the same task.
     """
     value = scored.score.value
@@ -60,66 +59,67 @@ def capture_reason(scored: ScoredEpisode, *, below: float, audit: str = "", pass
 
 
 class Capture:
-    """Keeps the failures of a run in its folder, tagged by rules, and counts all of them.
+    """Stores the failures of a run in its folder, tagged by rules, and counts all episodes.
 
-    What goes wrong here is logged, and costs that trace and nothing else: a damaged file is set aside and a new one begun, and where
-    failing takes long, as with a locked file, no more than a fiftieth of the run's time goes into trying again.
+    An error here is logged and costs only the trace. A damaged file is renamed and a new one started. After a slow error, such as a locked
+    file, capture pauses, so that retries take at most a fiftieth of the run's time.
 
     Args:
-        origin: what is the same for all traces of the run: its name, recipe, model.
-        audit: asked of every scored episode.
+        origin: run, recipe and model, stored with each trace.
+        audit: called for each scored episode.
     """
 
     def __init__(self, run_dir: Path, config: CaptureConfig, *, origin: dict[str, str], audit: Audit = lambda task, scored: "") -> None:
         self.spent_s = 0.0  # CPU seconds
-        self.lost = 0  # episodes that could not be looked at or written down
+        self.lost = 0  # episodes that were neither captured nor counted because of errors
         self._run_dir, self._config, self._origin, self._audit = run_dir, config, origin, audit
         self._rules: tuple[TriageRule, ...] = load_rules(config.rules) if config.keep else ()
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
-        self._resting_until = 0.0  # monotonic
+        self._paused_until = 0.0  # monotonic
 
     def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
-        """Looks at a stored group of training."""
+        """Captures the failures of a training group that was stored."""
         if group.fault is None:
-            self._look(task, group.episodes, phase="train", step=step)
-        elif group.fault.kind != "quarantined":  # its episodes are alike and empty: one stands for them
-            self._look(task, group.episodes[:1], phase="train", step=step)
+            self._capture(task, group.episodes, phase="train", step=step)
+        elif group.fault.kind != "quarantined":  # the episodes are empty copies; one is enough
+            self._capture(task, group.episodes[:1], phase="train", step=step)
 
     def capture_episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
-        """Looks at an episode of an evaluation.
+        """Captures an episode of an evaluation if it failed.
 
         Args:
-            place: which evaluation it is, where several are of one phase: a task that another passed and this one fails has regressed.
+            place: name of the evaluation if a phase has several. A task has regressed if it passed in another evaluation.
         """
-        self._look(task, (scored,), phase=phase, step=step, place=place or phase)
+        self._capture(task, (scored,), phase=phase, step=step, place=place or phase)
 
     def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
-        """An evaluation begins, maybe again: what there is of it goes, of a phase or of one step of it."""
+        """Deletes the traces and counts of a phase, or of one step of it, before an evaluation (re)starts."""
         if self._config.keep:
             self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
+        """Closes the file and logs how many episodes were lost."""
         if self.lost:
-            log.warning("%d episodes are not among the captured failures, nor in their counts: they could not be written", self.lost)
-        self._shut()
+            log.warning("%d episodes are missing from the captured failures and their counts: they could not be written", self.lost)
+        self._close_collection()
 
-    def _shut(self) -> None:
+    def _close_collection(self) -> None:
         if self._collection is not None:
             self._collection.close()
             self._collection = None
 
-    def _look(self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "") -> None:
+    def _capture(self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "") -> None:
         if not self._config.keep:
             return
-        if time.monotonic() < self._resting_until:
+        if time.monotonic() < self._paused_until:
             self.lost += len(episodes)
             return
         started = time.thread_time()
-        self._guarded(lambda collection: self._keep(collection, task, episodes, phase, step, place), episodes=len(episodes))
+        self._guarded(lambda collection: self._store(collection, task, episodes, phase, step, place), episodes=len(episodes))
         self.spent_s += time.thread_time() - started
 
-    def _keep(
+    def _store(
         self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, place: str
     ) -> None:
         traces: list[Trace] = []
@@ -131,31 +131,27 @@ class Capture:
                 traces.append(trace)
                 counts.append(replace(count_of_trace(trace), kind=self._kind(task)))
                 continue
-            found = capture_reason(scored, below=self._config.below) if task is None else None
-            tag, version = "task_fault" if found else "", newest_version(scored.episode)
-            counts.append(EpisodeCount(phase=phase, step=step, version=version, why=str(found or ""), tag=tag, kind=self._kind(task), n=1))
-            if found is None and place:
+            reason = capture_reason(scored, below=self._config.below) if task is None else None
+            tag, version = "task_fault" if reason else "", newest_version(scored.episode)
+            counts.append(EpisodeCount(phase=phase, step=step, version=version, why=str(reason or ""), tag=tag, kind=self._kind(task), n=1))
+            if reason is None and place:
                 passed.append((scored.episode.task_key, place))
         collection.add(traces, counts=counts, passed=passed)
 
     def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
-        audit = self._audit(task, scored)
-        passed = collection.first_passed_phase(scored.episode.task_key, but=place) if place else ""
-        found = capture_reason(scored, below=self._config.below, audit=audit, passed_before=bool(passed))
-        if found is None:
+        episode, audit = scored.episode, self._audit(task, scored)
+        passed_in = collection.first_passed_phase(episode.task_key, but=place) if place else ""
+        reason = capture_reason(scored, below=self._config.below, audit=audit, passed_before=bool(passed_in))
+        if reason is None:
             return None
-        origin = (
-            dict(self._origin)
-            | ({"audit": audit[:2000]} if audit else {})
-            | ({"passed_in": passed} if found is CaptureReason.REGRESSED else {})
-        )
-        bare = Trace(
-            id=scored.episode.id, why=found, task=task, episode=scored.episode, score=scored.score, phase=phase, step=step, origin=origin
-        )
-        return replace(bare, tags=tag_by_rules(bare, self._rules))
+        origin = dict(self._origin) | ({"audit": audit[:2000]} if audit else {})
+        if reason is CaptureReason.REGRESSED:
+            origin["passed_in"] = passed_in
+        trace = Trace(id=episode.id, why=reason, task=task, episode=episode, score=scored.score, phase=phase, step=step, origin=origin)
+        return replace(trace, tags=tag_by_rules(trace, self._rules))
 
     def _kind(self, task: Task | None) -> str:
-        """Kinds come from tasks, so there may be any number of them."""
+        """The kind of a task, or `OTHERS` beyond `MAX_KINDS` distinct kinds, since tasks may name any number of them."""
         kind = kind_of_task(task)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             return OTHERS
@@ -163,33 +159,31 @@ class Capture:
         return kind
 
     def _guarded(self, step: Callable[[Collection], object], *, episodes: int) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             try:
-                step(self._opened())
+                step(self._open())
             except StoreError as error:
-                if not _damaged(error):
+                if not (isinstance(error.__cause__, sqlite3.Error) and is_damaged(error.__cause__)):
                     raise
-                user_code.log_unexpected("the traces of this run are damaged; they are set aside, and new ones begun", error, trace=False)
-                self._set_aside()
-                step(self._opened())
+                user_code.log_unexpected("the traces of this run are damaged; their file is renamed", error, trace=False)
+                self._rename_damaged()
+                step(self._open())
         except Exception as error:
             self.lost += episodes
             user_code.log_unexpected("capturing a failure", error)
-            if (took := time.monotonic() - began) > _SLOW_S:
-                self._resting_until = time.monotonic() + _REST * took
+            if (took := time.monotonic() - started) > _SLOW_S:
+                self._paused_until = time.monotonic() + _PAUSE_FACTOR * took
 
-    def _opened(self) -> Collection:
+    def _open(self) -> Collection:
         if self._collection is None:
-            config = self._config
-            self._collection = Collection(
-                self._run_dir, keep=config.keep, keep_bytes=config.keep_mb << 20, make=True, busy_timeout_s=_BUSY_S
-            )
+            keep, keep_bytes = self._config.keep, self._config.keep_mb << 20
+            self._collection = Collection(self._run_dir, keep=keep, keep_bytes=keep_bytes, make=True, busy_timeout_s=_BUSY_S)
             self._kinds = {kind for (kind,) in self._collection.counts("kind")}
         return self._collection
 
-    def _set_aside(self) -> None:
-        self._shut()
+    def _rename_damaged(self) -> None:
+        self._close_collection()
         path = self._run_dir / FILE
         number = next(n for n in range(1, 10_000) if not path.with_name(f"damaged-{n}-{path.name}").exists())
         for suffix in ("", "-wal", "-shm"):
@@ -197,7 +191,3 @@ class Capture:
             if part.exists():
                 part.rename(path.with_name(f"damaged-{number}-{path.name}{suffix}"))
         fsync_path(path.parent)
-
-
-def _damaged(error: StoreError) -> bool:
-    return isinstance(error.__cause__, sqlite3.Error) and is_damaged(error.__cause__)

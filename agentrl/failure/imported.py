@@ -1,4 +1,4 @@
-"""Builds a task from an imported trace: its prompt, its tools with their recorded results, and a truth that the user supplies."""
+"""Builds a task from an imported trace: its prompt, its tools with their recorded results, and a user-supplied truth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.records import Message, SandboxSpec, Split, Task
 from agentrl.records.fields import JsonObject
 from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording
 
-_LARGEST = 64 << 20  # bytes of a file of truths
+_MAX_BYTES = 64 << 20  # of a file of truths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,27 +35,30 @@ class UserParts:
 
 
 def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
-    """The task of a trace's agent. Raises a `UserError` that names everything that is supplied."""
-    asked = [one.message for one in trace.spoken]
-    first = next((number for number, one in enumerate(asked) if one.role == "assistant"), len(asked))
-    prompt = tuple(Message(role=one.role, content=one.content) for one in asked[:first] if one.role in ("system", "developer", "user"))
+    """The task of a trace's agent. Raises a `UserError` that lists all missing parts."""
+    messages = [one.message for one in trace.spoken]
+    first = next((number for number, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    roles = ("system", "developer", "user")
+    prompt = tuple(Message(role=message.role, content=message.content) for message in messages[:first] if message.role in roles)
+    called, answered = any(message.tool_calls for message in messages), any(message.role == "tool" for message in messages)
     truth = supplied.truth_of(trace)
-    lacks = [
-        (not any(one.role == "user" for one in prompt), "what the user asked: no user message comes before the agent's first message"),
-        (not supplied.verifiers, "a verifier: give --verifier, such as rewards.exact:exact"),
-        (
-            truth is None,
-            f"the right answer: give --truths FILE with a line {json.dumps({'trace': trace.id, 'truth': '...'})}, or --truth-from KEY",
-        ),
-        (not supplied.tools and _called(trace) and not _answered(trace), "the results of its tools: give stubs with --tools module:attr"),
-    ]
-    if missing := [text for wrong, text in lacks if wrong]:
+    missing = []
+    if not any(message.role == "user" for message in prompt):
+        missing.append("a user message before the agent's first message")
+    if not supplied.verifiers:
+        missing.append("a verifier: give --verifier, such as rewards.exact:exact")
+    if truth is None:
+        line = json.dumps({"trace": trace.id, "truth": "..."})
+        missing.append(f"the right answer: give --truths FILE with a line {line}, or --truth-from KEY")
+    if not supplied.tools and called and not answered:
+        missing.append("the results of its tools: give stubs with --tools module:attr")
+    if missing:
         keys = f" (keys of its origin: {', '.join(sorted(trace.origin))})" if truth is None and trace.origin else ""
         raise UserError(
             printable(f"trace {trace.id} ({trace.source}) holds no task; missing: {'; '.join(missing)}{keys}", 2000),
             fix="add the missing options to the command",
         )
-    tools = supplied.tools or ((RECORDED_TOOLS,) if _called(trace) or trace.tools else ())
+    tools = supplied.tools or ((RECORDED_TOOLS,) if called or trace.tools else ())
     data: dict[str, Any] = {"answer": truth, "kind": trace.source}
     if RECORDED_TOOLS in tools:
         data |= _recording(trace).data()
@@ -75,14 +78,14 @@ def describe_excluded_messages(trace: Trace) -> str:
     """A note on the user's messages that the task does not include; empty if it includes all of them."""
     roles = [one.message.role for one in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
-    return f"{later} later messages of the user are excluded: a case holds only what the user asked first" if later else ""
+    return f"{later} later messages of the user are excluded: a case holds only the user's first messages" if later else ""
 
 
 def read_truths(path: Path) -> dict[str, Any]:
     """Reads trace id -> right answer from lines such as {"trace": "...", "truth": "412"}. Raises a `UserError` that names the line."""
     truths: dict[str, Any] = {}
     try:
-        lines = read_bytes(path, most=_LARGEST).splitlines()
+        lines = read_bytes(path, most=_MAX_BYTES).splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="give a file of truths") from None
     for number, text in enumerate(lines, 1):
@@ -95,38 +98,32 @@ def read_truths(path: Path) -> dict[str, Any]:
     return truths
 
 
-def _called(trace: Trace) -> bool:
-    return any(one.message.tool_calls for one in trace.spoken)
-
-
-def _answered(trace: Trace) -> bool:
-    return any(one.message.role == "tool" for one in trace.spoken)
-
-
 def _recording(trace: Trace) -> Recording:
     calls: list[RecordedCall] = []
-    waiting: dict[str, int] = {}  # id of a call -> its index in `calls`
-    open_: list[int] = []  # indices of calls without a result, the oldest first
+    indices: dict[str, int] = {}  # id of a call -> its index in `calls`
+    unanswered: list[int] = []  # indices of calls without a result, the oldest first
     for one in trace.spoken:
         for number, call in enumerate(one.message.tool_calls):
             if number < len(one.call_ids):
-                waiting[one.call_ids[number]] = len(calls)
-            open_.append(len(calls))
+                indices[one.call_ids[number]] = len(calls)
+            unanswered.append(len(calls))
             calls.append(RecordedCall(name=call.name, arguments=call.arguments, output="", failed=True))
-        if one.message.role == "tool" and open_:
-            place = waiting.get(one.answers, open_[0])
-            calls[place] = replace(calls[place], output=one.message.content, failed=one.failed)
-            open_ = [other for other in open_ if other != place]
-    answered = [call for number, call in enumerate(calls) if number not in open_]
+        if one.message.role == "tool" and unanswered:
+            index = indices.get(one.answers, unanswered[0])
+            calls[index] = replace(calls[index], output=one.message.content, failed=one.failed)
+            unanswered = [other for other in unanswered if other != index]
+    answered = [call for number, call in enumerate(calls) if number not in unanswered]
     return Recording(tools=tuple(_schemas(trace, answered)), calls=tuple(answered))
 
 
 def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
     """The recorded schemas of the tools. For a tool without a schema, one is derived from its calls."""
-    offered: list[JsonObject] = [dict(one) for one in trace.tools if isinstance(one.get("function"), dict) and one["function"].get("name")]
-    known = {one["function"]["name"] for one in offered}
+    schemas: list[JsonObject] = [
+        dict(tool) for tool in trace.tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")
+    ]
+    known = {tool["function"]["name"] for tool in schemas}
     for name in dict.fromkeys(call.name for call in calls if call.name not in known):
         keys = dict.fromkeys(key for call in calls if call.name == name for key in call.arguments)
         parameters = {"type": "object", "properties": {key: {} for key in keys}}
-        offered.append({"type": "function", "function": {"name": name, "description": "", "parameters": parameters}})
-    return offered
+        schemas.append({"type": "function", "function": {"name": name, "description": "", "parameters": parameters}})
+    return schemas

@@ -1,4 +1,4 @@
-"""What lists and counts say of traces."""
+"""Rows and counts of captured traces, and filters for them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentrl.records import Episode, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """What a list says of a trace; the texts in it are hostile."""
+    """A trace in a list. Its texts are hostile."""
 
     seq: int
     id: str
     phase: str
     step: int
-    version: int  # the newest that sampled any of its tokens; -1: none
+    version: int  # newest policy version that sampled its tokens; -1 means none
     why: str
     tag: str
     kind: str
@@ -32,7 +32,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeCount:
-    """How many episodes of a sort there were; `why` and `tag` are empty for those that passed."""
+    """The number of episodes with these values; `why` and `tag` are empty if they passed."""
 
     phase: str
     step: int
@@ -45,7 +45,7 @@ class EpisodeCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFilter:
-    """Which traces a list is of; empty fields ask nothing."""
+    """A filter for traces; empty fields match all."""
 
     tag: str = ""
     kind: str = ""
@@ -55,9 +55,10 @@ class TraceFilter:
     ids: tuple[str, ...] = ()
 
     def sql_where(self) -> tuple[str, list[Any]]:
-        asked = {"tag": self.tag, "kind": self.kind, "why": self.why, "phase": self.phase}
-        terms = [f"{name} = ?" for name, value in asked.items() if value]
-        values: list[Any] = [value for value in asked.values() if value]
+        """The SQL WHERE clause and its parameters."""
+        equal = {"tag": self.tag, "kind": self.kind, "why": self.why, "phase": self.phase}
+        terms = [f"{name} = ?" for name, value in equal.items() if value]
+        values: list[Any] = [value for value in equal.values() if value]
         if self.version is not None:
             terms, values = [*terms, "version = ?"], [*values, self.version]
         if self.ids:
@@ -66,7 +67,7 @@ class TraceFilter:
 
 
 def count_of_trace(trace: Trace) -> EpisodeCount:
-    """What a trace counts as."""
+    """The count of one trace."""
     return EpisodeCount(
         phase=trace.phase,
         step=trace.step,
@@ -79,11 +80,11 @@ def count_of_trace(trace: Trace) -> EpisodeCount:
 
 
 def newest_version(episode: Episode | None) -> int:
-    """The newest policy version that sampled any of an episode's tokens; -1: none."""
-    turns = (turn for one in (episode.trajectories if episode else ()) for turn in one.turns)
+    """The newest policy version that sampled an episode's tokens; -1 if there is none."""
+    turns = (turn for trajectory in (episode.trajectories if episode else ()) for turn in trajectory.turns)
     return max((span.version for turn in turns for span in turn.versions), default=-1)
 
 
 def kind_of_task(task: Task | None) -> str:
-    """The kind of question that a task is, as evaluations count it."""
+    """The kind of a task, at most 80 characters; empty without a task."""
     return "" if task is None else task.kind[:80]

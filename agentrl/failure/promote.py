@@ -1,11 +1,11 @@
-"""From a trace to a regression case: its task, frozen, with where it comes from."""
+"""Promotes traces to regression cases: the frozen task of each, with its origin."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -21,18 +21,19 @@ from agentrl.records import EpisodeState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """What became of a trace."""
+    """The result of promoting one trace."""
 
     trace: str
-    case: str  # the case that it is now, or the one that it is like
-    likeness: Overlap | None = None  # to `case`, which was there before
-    path: Path | None = None  # of the case that was written; None: none was, its task is in the suite
+    case: str  # the new case, or the existing one that it overlaps with
+    likeness: Overlap | None = None  # to the existing case
+    path: Path | None = None  # file of the new case; None if its task is in the suite already
 
     @property
     def summary(self) -> str:
+        """One line for a person."""
         if self.path is None:
             return f"{self.trace}: its task is that of case {self.case} already"
-        twin = f" (a near twin of case {self.case}, which is kept, too)" if self.likeness is not None else ""
+        twin = f" (a near duplicate of case {self.case}, which stays in the suite)" if self.likeness is not None else ""
         return f"{self.trace}: {self.path}{twin}"
 
 
@@ -46,23 +47,21 @@ def case_from_trace(
     start: EpisodeState | None = None,
     supplied: UserParts | None = None,
 ) -> Case:
-    """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case, and one for each turn.
+    """Builds the case of a trace. Its id comes from the task's kind and key (and the turn of `start`), so a task has one case.
 
-    Its baseline is what the policy scored when it failed.
+    The baseline is the score of the policy that failed.
 
     Args:
-        start: the state of its episode that the case begins with, in place of the task.
-        supplied: what an imported trace does not hold.
+        start: the episode's state at which the case starts, instead of the task.
+        supplied: user-supplied parts for an imported trace.
 
-    Raises `UserError` for a trace that does not hold its task, and for a fault, which tells nothing about a policy.
+    Raises `UserError` for a trace without a task, and for a fault, which says nothing about a policy.
     """
-    task = trace.task
-    if task is None:
-        task = task_from_trace(trace, supplied or UserParts())
+    task = trace.task if trace.task is not None else task_from_trace(trace, supplied or UserParts())
     if trace.why is CaptureReason.FAULT:
         raise UserError(
             f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
-            fix="promote others: agentrl failures list RUN shows why each was kept",
+            fix="promote others: agentrl failures list RUN shows why each was captured",
         )
     kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of_task(task)).strip("-_")[:40] or "case"
     origin = {key: value for key, value in trace.origin.items() if key != "audit"}
@@ -84,15 +83,6 @@ def case_from_trace(
     )
 
 
-def _baseline(trace: Trace) -> Baseline | None:
-    """Of the one attempt that there is. None: nothing scored it, or several versions sampled it."""
-    value = None if trace.score is None else trace.score.value
-    if value is None or not math.isfinite(value) or len(trace.versions) > 1:
-        return None
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    return Baseline(model=trace.origin.get("model", ""), version=next(iter(trace.versions), None), scores=(value,), at=at)
-
-
 def promote(
     traces: list[Trace],
     suite: Path,
@@ -104,40 +94,50 @@ def promote(
     starts: Mapping[str, EpisodeState | None] = MappingProxyType({}),
     supplied: UserParts | None = None,
 ) -> list[Promotion]:
-    """Adds a case for each trace to the suite in a folder, made where there is none, but for tasks that are in it already.
+    """Adds a case for each trace to a suite, which is created if necessary. Tasks that are in the suite already are not added again.
 
-    A case that begins in the middle is in it where one is that begins with the same tokens.
+    Two cases with a start are compared only if they start with the same tokens.
 
     Args:
-        note: why these are worth keeping; `by`: who says so.
-        threshold: the mean score that the attempts at each case must reach; None: what an evaluation says.
-        repeats: attempts at each case in an evaluation; None: what the suite says.
-        starts: trace -> the state that its case begins with; those of no other begin with their task.
-        supplied: what imported traces do not hold; None: they make no cases.
+        note: why the cases are kept.
+        by: who promotes them.
+        threshold: mean score that the attempts at each case must reach; None means the evaluation's threshold.
+        repeats: attempts at each case in an evaluation; None means the suite's number.
+        starts: trace id -> the state at which its case starts; other cases start with their task.
+        supplied: user-supplied parts for imported traces.
 
-    Raises `UserError` for a trace that makes no case, before any is written.
+    Raises `UserError` for a trace that cannot become a case, before any case is written.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
-    given = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
     cases = [
-        (trace, case_from_trace(trace, start=starts.get(trace.id), supplied=supplied, **given))  # type: ignore[arg-type]
+        case_from_trace(trace, note=note, by=by, threshold=threshold, repeats=repeats, start=starts.get(trace.id), supplied=supplied)
         for trace in traces
     ]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
-    done: list[Promotion] = []
-    for trace, case in cases:
-        found = WithheldTasks(one for one in known if _begin(one) == _begin(case)).match(case.task)
-        if found is not None and found[1] is Overlap.SAME:
-            done.append(Promotion(trace=trace.id, case=found[0].id, likeness=Overlap.SAME))
+    promoted: list[Promotion] = []
+    for trace, case in zip(traces, cases, strict=True):
+        comparable = WithheldTasks(other for other in known if _start_tokens(other) == _start_tokens(case))
+        existing, overlap = comparable.match(case.task) or (None, None)
+        if existing is not None and overlap is Overlap.SAME:
+            promoted.append(Promotion(trace=trace.id, case=existing.id, likeness=overlap))
             continue
-        made = Promotion(trace=trace.id, case=case.id, path=save_case(suite, case))
-        done.append(made if found is None else replace(made, case=found[0].id, likeness=found[1]))
+        path = save_case(suite, case)
+        promoted.append(Promotion(trace=trace.id, case=case.id if existing is None else existing.id, likeness=overlap, path=path))
         known.append(case)
-    return done
+    return promoted
 
 
-def _begin(case: Case) -> tuple[tuple[int, ...], ...]:
-    """The tokens that a case begins with; none: with its task."""
+def _baseline(trace: Trace) -> Baseline | None:
+    """The score of the trace's single attempt; None if it is unscored or several versions sampled it."""
+    value = None if trace.score is None else trace.score.value
+    if value is None or not math.isfinite(value) or len(trace.versions) > 1:
+        return None
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    return Baseline(model=trace.origin.get("model", ""), version=next(iter(trace.versions), None), scores=(value,), at=at)
+
+
+def _start_tokens(case: Case) -> tuple[tuple[int, ...], ...]:
+    """The tokens that a case starts with; empty if it starts with its task."""
     if case.start is None:
         return ()
     return (*(ids for turn in case.start.trajectories[0].turns for ids in (turn.prompt_ids, turn.completion_ids)), *case.start.prompt_ids)

@@ -1,4 +1,4 @@
-"""Quarantine of broken tasks: not tried again in the run, and listed for the person who can repair them."""
+"""Quarantine of broken tasks: the run does not attempt them again, and lists them for repair."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from agentrl.records import Blame, Failure, Group
 log = logging.getLogger(__name__)
 
 FILE = "quarantine.jsonl"
-_NAMED = 20  # tasks named in the error
+_MAX_NAMED = 20  # tasks in the error message
 
 
 class Quarantine:
-    """The broken tasks of one run, in `quarantine.jsonl`: a line for each with task, group and what is wrong.
+    """The broken tasks of one run, in `quarantine.jsonl`: one line each with task, group and message.
 
     Args:
         run_dir: the run folder.
-        limit: how many tasks may be added after opening; at one more `add` raises.
+        limit: number of tasks that may be added after opening; beyond it `add` raises.
     """
 
     def __init__(self, run_dir: Path, *, limit: int) -> None:
@@ -33,7 +33,7 @@ class Quarantine:
         return len(self._faults)
 
     def known_fault(self, task_key: str) -> Failure | None:
-        """The fault of a task already in quarantine, else None. Keys are content hashes, so a repaired task has a new one."""
+        """The fault of a quarantined task, else None. Keys are content hashes, so a repaired task has a new key."""
         message = self._faults.get(task_key)
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
 
@@ -49,18 +49,18 @@ class Quarantine:
         self._faults[group.task_key] = fault.message
         line = {"task_id": group.task_id, "task_key": group.task_key, "group": group.index, "message": fault.message}
         append_lines(self._path, [json_line(line)])
-        log.warning("task %s is quarantined, and its group %d left out: %s", group.task_id, group.index, fault.message)
+        log.warning("task %s is quarantined and its group %d excluded: %s", group.task_id, group.index, fault.message)
         self._added.append(f"{group.task_id}: {fault.message.partition(chr(10))[0]}")
         if len(self._added) > self._limit:
-            more = f"\n  and {len(self._added) - _NAMED} more" if len(self._added) > _NAMED else ""
+            more = f"\n  and {len(self._added) - _MAX_NAMED} more" if len(self._added) > _MAX_NAMED else ""
             raise TaskError(
                 f"{len(self._added)} tasks are broken, {self._limit} are allowed; all are in {self._path}\n  "
-                + "\n  ".join(self._added[:_NAMED])
+                + "\n  ".join(self._added[:_MAX_NAMED])
                 + more,
                 fix="repair them (`agentrl check` finds more), or raise rollout.max_quarantined; then continue with --resume",
             )
 
 
 def count_quarantined(run_dir: Path) -> int:
-    """How many tasks of a run are in quarantine."""
+    """The number of quarantined tasks of a run."""
     return len({line["task_key"] for line in read_json_lines(run_dir / FILE)})

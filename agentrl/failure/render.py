@@ -1,4 +1,4 @@
-"""A trace as text: for a terminal, and for a judge. Whatever it holds, nothing of it can move a cursor, and its length is bounded."""
+"""Renders a trace as text for a terminal or a judge: printable, and bounded in length."""
 
 from __future__ import annotations
 
@@ -10,70 +10,67 @@ from agentrl.failure.trace import Tag, Trace
 from agentrl.failure.triage import deciding_tag_name
 
 MAX_CHARS = 60_000
-"""Characters of a whole trace."""
-_OF_A_TEXT = 4000
-_LEAST = 160  # of a text where there are many; the failing turn is always shown with `_OF_A_TEXT`
-_OF_A_LINE = 300
+"""Characters of a rendered trace."""
+_TEXT_CHARS = 4000  # of one text; of texts in the failing turn always
+_LEAST_TEXT_CHARS = 160  # of one text in a trace with many
+_LINE_CHARS = 300
 _MARK = ">>"
 
 
 def render_trace(trace: Trace) -> str:
-    """A trace as it reads best: what was asked, every turn, the turn that failed marked with `>>`, what came of it.
-
-    Turns are counted from 1 here, as wherever a person reads of them; records count from 0.
-    """
-    seen = timeline_of(trace)
+    """The text of a trace: question, turns, outcome. `>>` marks the failing turn. Turns are counted from 1 (records count from 0)."""
+    timeline = timeline_of(trace)
     tag = deciding_tag(trace.tags)
     failing = None if tag is None else (tag.trajectory, tag.turn)
-    texts = sum(2 + 2 * len(step.calls) + len(step.malformed) for step in seen.steps)
-    room = min(_OF_A_TEXT, max(_LEAST, MAX_CHARS // (1 + texts)))  # for each text, so that no turn is cut out where there are many
-    parts = [*_head(trace, seen), *(line for step in seen.steps for line in _turn(step, seen, failing, room))]
-    if seen.more_turns:
-        parts.append(f"... {seen.more_turns} more turns are not shown ...")
-    return truncate_middle("\n".join([*parts, *_foot(trace, seen)]), MAX_CHARS)
+    texts = sum(2 + 2 * len(step.calls) + len(step.malformed) for step in timeline.steps)
+    room = min(_TEXT_CHARS, max(_LEAST_TEXT_CHARS, MAX_CHARS // (1 + texts)))
+    several = any(step.trajectory != 0 for step in timeline.steps)
+    lines = list(_header(trace, timeline))
+    for step in timeline.steps:
+        lines += _turn(step, marked=failing == (step.trajectory, step.turn), several=several, room=room)
+    if timeline.more_turns:
+        lines.append(f"... {timeline.more_turns} more turns are not shown ...")
+    return truncate_middle("\n".join([*lines, *_footer(trace, timeline)]), MAX_CHARS)
 
 
-def one_line(text: str, most: int = _OF_A_LINE) -> str:
-    """One printable line."""
-    words = " ".join(user_code.printable(text, 4 * most).split())
-    return words if len(words) <= most else f"{words[: most - 3]}..."
+def one_line(text: str, most: int = _LINE_CHARS) -> str:
+    """A text as one printable line of at most `most` characters."""
+    text = " ".join(user_code.printable(text, 4 * most).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def deciding_tag(tags: Sequence[Tag]) -> Tag | None:
-    """The tag that a trace is counted under."""
+    """The tag under which a trace is counted."""
     return next((tag for tag in tags if tag.name == deciding_tag_name(tags)), None)
 
 
-def _head(trace: Trace, seen: Timeline) -> Iterator[str]:
+def _header(trace: Trace, timeline: Timeline) -> Iterator[str]:
     versions = ", ".join(map(str, trace.versions)) or "-"
     yield f"trace {one_line(trace.id)}  {trace.why}  phase {one_line(trace.phase) or '-'}  step {trace.step}  versions {versions}"
     if trace.task is not None:
         yield f"task  {one_line(trace.task.id)}  {one_line(trace.task.family)}  {trace.task.split}"
-    origin = "  ".join(f"{one_line(key, 40)} {one_line(value, 80)}" for key, value in list(trace.origin.items())[:12])
-    if origin:
-        yield f"from  {origin}"
+    if trace.origin:
+        yield "from  " + "  ".join(f"{one_line(key, 40)} {one_line(value, 80)}" for key, value in list(trace.origin.items())[:12])
     for gap in trace.missing[:12]:
         yield f"missing  {one_line(gap)}"
-    if seen.instructions.strip():
-        yield from ("", "instructions", *_body(seen.instructions))
-    yield from ("", "question", *_body(seen.question or "(none)"))
+    if timeline.instructions.strip():
+        yield from ("", "instructions", *_body(timeline.instructions))
+    yield from ("", "question", *_body(timeline.question or "(none)"))
 
 
-def _turn(step: TraceStep, seen: Timeline, failing: tuple[int, int | None] | None, room: int) -> Iterator[str]:
-    marked = failing == (step.trajectory, step.turn)
-    most = _OF_A_TEXT if marked else room
-    several = any(other.trajectory != 0 for other in seen.steps)
-    who = f" of {one_line(step.agent, 40) or 'agent'} ({step.trajectory})" if several else ""
+def _turn(step: TraceStep, *, marked: bool, several: bool, room: int) -> Iterator[str]:
+    most = _TEXT_CHARS if marked else room
+    agent = f" of {one_line(step.agent, 40) or 'agent'} ({step.trajectory})" if several else ""
     yield ""
-    yield f"{_MARK if marked else '  '} turn {step.turn + 1}{who}{'  (cut: out of tokens)' if step.truncated else ''}"
+    yield f"{_MARK if marked else '  '} turn {step.turn + 1}{agent}{'  (cut: out of tokens)' if step.truncated else ''}"
     if step.text.strip():
         yield from _body(step.text, most)
     for call in step.calls:
         yield f"     call {one_line(call.tool, 80)}"
         single = next(iter(call.arguments.values())) if len(call.arguments) == 1 else None
         yield from _body(single if isinstance(single, str) else call.arguments_text, most, deep=True)
-        ended = {True: "gave", False: "failed", None: "gave (nothing says how it ended)" if call.output else "was not answered"}[call.ok]
-        yield f"     {ended}"
+        unknown = "returned (success unknown)" if call.output else "no result"
+        yield f"     {unknown if call.ok is None else 'returned' if call.ok else 'failed'}"
         yield from _body(call.output, most, deep=True) if call.output.strip() else ()
     for error in step.malformed:
         yield "     a call that could not be read"
@@ -82,20 +79,19 @@ def _turn(step: TraceStep, seen: Timeline, failing: tuple[int, int | None] | Non
         yield "     (nothing)"
 
 
-def _foot(trace: Trace, seen: Timeline) -> Iterator[str]:
+def _footer(trace: Trace, timeline: Timeline) -> Iterator[str]:
     yield ""
-    yield f"ended   {one_line(seen.stop_reason) or 'not told'}"
-    yield f"answer  {'(none)' if seen.answer is None else one_line(seen.answer)}"
-    if seen.truth is not None:
-        yield f"truth   {one_line(seen.truth)}"
+    yield f"ended   {one_line(timeline.stop_reason) or 'unknown'}"
+    yield f"answer  {'(none)' if timeline.answer is None else one_line(timeline.answer)}"
+    if timeline.truth is not None:
+        yield f"truth   {one_line(timeline.truth)}"
     if trace.score is not None:
-        value = "none" if trace.score.value is None else f"{trace.score.value:g}"
-        yield f"score   {value}"
+        yield f"score   {'none' if trace.score.value is None else f'{trace.score.value:g}'}"
         for name, part in list(trace.score.parts.items())[:20]:
             yield f"        {one_line(name, 100)} {part:g}"
-        for name, words in (("evidence", trace.score.evidence), ("reason", trace.score.reason)):
-            if words.strip():
-                yield from (name, *_body(words))
+        for name, text in (("evidence", trace.score.evidence), ("reason", trace.score.reason)):
+            if text.strip():
+                yield from (name, *_body(text))
     for failure in trace.episode.failures[:8] if trace.episode is not None else ():
         yield f"fault   {failure.blame}: {one_line(failure.stage, 40)} {one_line(failure.kind, 80)}: {one_line(failure.message)}"
     for tag in trace.tags:
@@ -104,7 +100,7 @@ def _foot(trace: Trace, seen: Timeline) -> Iterator[str]:
         yield f"tag     {one_line(tag.name, 60)}{where}  {tag.confidence:.0%} by {one_line(tag.by, 60)}{note}"
 
 
-def _body(text: str, most: int = _OF_A_TEXT, *, deep: bool = False) -> Iterator[str]:
+def _body(text: str, most: int = _TEXT_CHARS, *, deep: bool = False) -> Iterator[str]:
     indent = "       " if deep else "     "
     shown = user_code.printable(truncate_middle(text, most).expandtabs(4), 2 * most + 100)
     return (f"{indent}{row}" for row in shown.rstrip("\n").split("\n"))

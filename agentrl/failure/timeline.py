@@ -1,7 +1,7 @@
-"""One neutral view of a trace, which every rule, feature and page reads: turns in the order they happened, with calls and what they gave.
+"""The timeline of a trace: its turns in the order they happened, with their tool calls and outputs.
 
-It is the same for an episode of ours, which has the task and exact turns, and for somebody else's, which has what was said.
-Whatever the trace holds, a view is bounded: long texts keep head and tail, and turns beyond `MAX_TURNS` are left out and counted.
+Rules, features and pages read timelines, which look the same for agentrl's episodes and for imported conversations. A timeline is bounded:
+long texts keep head and tail, and turns beyond `MAX_TURNS` are only counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.base.outages import outage_phrase
@@ -23,29 +23,30 @@ MAX_CALLS = 64
 MAX_CHARS = 16_000
 """Characters of one text."""
 
-_ENDS_OTHERWISE = ("submitted", "answered", "failed", "")  # stop reasons that name no limit
+_NOT_LIMITS = ("submitted", "answered", "failed", "")  # stop reasons other than limits
 _ERROR = re.compile(
     r"(?:error|exception|failed|failure|fatal)\b\s*[:!-]|traceback \(most recent|\W{0,4}\"?(?:is_?)?error\"?\s*:(?!\s*(?:null|false|\"\"))",
     re.IGNORECASE,
 )
-_SHORT, _NEAR = 200, 40  # characters of an answer that may report an outage and nothing else, and before it says so
 _RAISED = re.compile(r"(?:\w+\.){0,8}\w{0,60}(?:Error|Exception|Timeout)(?::|$)")
+_SHORT_OUTPUT, _OUTAGE_WITHIN = 200, 40  # a short output that names an outage this early reports the outage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceCall:
-    """A tool call and what it gave. `ok` None: nothing says how it ended."""
+    """A tool call with its output."""
 
     tool: str
     arguments: Mapping[str, Any]
-    arguments_text: str  # the arguments as text
-    call_hash: int  # equal for calls that are alike in name and arguments, within one process
+    arguments_text: str
+    call_hash: int  # equal for calls with the same name and arguments, within one process
     output: str = ""
-    ok: bool | None = None
-    error: str = ""  # the type of the error that it failed with, if that is known
+    ok: bool | None = None  # None means unknown
+    error: str = ""  # type of the error, if known
 
     @property
     def failed(self) -> bool:
+        """Whether the call is known to have failed."""
         return self.ok is False
 
 
@@ -58,25 +59,25 @@ class TraceStep:
     agent: str
     text: str
     calls: tuple[TraceCall, ...] = ()
-    malformed: tuple[str, ...] = ()  # what was said of calls that could not be read
+    malformed: tuple[str, ...] = ()  # error messages about calls that could not be parsed
     truncated: bool = False  # the completion ran out of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A trace as rules read it."""
+    """A trace in order of time."""
 
-    steps: tuple[TraceStep, ...]  # as they happened: a sub-agent's turns follow the one that called it
-    question: str  # the last message of the prompt
-    instructions: str  # the prompt's other messages: instructions
-    offered_tools: Mapping[str, Mapping[str, Any]] | None  # tool -> schema; None: nothing says which there were
-    files: bool = False  # whether the task gave files to look at
-    stop_reason: str = ""  # of the main agent; empty: nothing says how it ended
+    steps: tuple[TraceStep, ...]  # a sub-agent's turns follow the turn that called it
+    question: str  # last message of the prompt
+    instructions: str  # the prompt's other messages
+    offered_tools: Mapping[str, Mapping[str, Any]] | None  # tool -> schema; None means unknown
+    files: bool = False  # whether the task has files
+    stop_reason: str = ""  # of the main agent; empty means unknown
     answer: str | None = None
-    truth: str | None = None  # the right answer, where the task states it in a line
-    tolerance: float = 0.0  # within which a number is the truth, absolute
-    more_turns: int = 0  # that are not in `steps`
-    _places: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    truth: str | None = None  # the right answer, if it is one text or number
+    tolerance: float = 0.0  # absolute tolerance of a numeric truth
+    more_turns: int = 0  # turns that `steps` leaves out
+    _indices: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
     def last_step(self) -> TraceStep | None:
@@ -85,47 +86,48 @@ class Timeline:
 
     @property
     def hit_limit(self) -> bool:
-        """Whether a limit ended it."""
-        return self.stop_reason not in _ENDS_OTHERWISE
+        """Whether a limit ended the episode."""
+        return self.stop_reason not in _NOT_LIMITS
 
     def step_index(self, trajectory: int, turn: int | None) -> int:
-        """Where a turn stands in `steps`; -1 for the whole episode, and past all others for one that is not there."""
-        return -1 if turn is None else self._places.get((trajectory, turn), len(self.steps))
+        """Index of a turn in `steps`; -1 if `turn` is None (the whole episode), `len(steps)` for an unknown turn."""
+        return -1 if turn is None else self._indices.get((trajectory, turn), len(self.steps))
 
 
-_seen: tuple[Trace, Timeline] | None = None
+_newest: tuple[Trace, Timeline] | None = None
 
 
 def timeline_of(trace: Trace) -> Timeline:
-    """The view of a trace; the newest is remembered, so that each of many rules may ask for it."""
-    global _seen
-    kept = _seen
-    if kept is not None and kept[0] is trace:
-        return kept[1]
-    made = _of_episode(trace, trace.episode) if trace.episode is not None else _of_words(trace)
-    _seen = (trace, made)
-    return made
+    """The timeline of a trace. The newest is cached, because each rule asks for it."""
+    global _newest
+    cached = _newest
+    if cached is not None and cached[0] is trace:
+        return cached[1]
+    timeline = _from_episode(trace, trace.episode) if trace.episode is not None else _from_messages(trace)
+    _newest = (trace, timeline)
+    return timeline
 
 
 def truncate_middle(text: str, most: int = MAX_CHARS) -> str:
-    """Text of about `most` characters: head and tail, with the cut marked."""
+    """A text of about `most` characters: its head and tail, with the cut marked."""
     if len(text) <= most:
         return text
     half = most // 2
     return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
 
 
-def _of_episode(trace: Trace, episode: Episode) -> Timeline:
+def _from_episode(trace: Trace, episode: Episode) -> Timeline:
     task = trace.task
     assert task is not None, "an episode comes with its task"
     steps: list[TraceStep] = []
-    total = sum(len(one.turns) for one in episode.trajectories)
     for index, number in _in_order(episode.trajectories):
         if len(steps) == MAX_TURNS:
             break
-        one = episode.trajectories[index]
-        steps.append(_step(index, number, one.agent, one.turns[number]))
+        trajectory = episode.trajectories[index]
+        steps.append(_step(index, number, trajectory.agent, trajectory.turns[number]))
     truth, tolerance = task.data.get("answer"), task.data.get("tolerance")
+    if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
+        tolerance = 0.0
     return Timeline(
         steps=tuple(steps),
         question=truncate_middle(task.prompt[-1].content),
@@ -135,108 +137,94 @@ def _of_episode(trace: Trace, episode: Episode) -> Timeline:
         stop_reason=episode.stop_reason,
         answer=None if episode.answer is None else truncate_middle(episode.answer),
         truth=truncate_middle(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None,
-        tolerance=_tolerance(tolerance),
-        more_turns=total - len(steps),
-        _places=_placed(steps),
+        tolerance=float(tolerance),
+        more_turns=sum(len(trajectory.turns) for trajectory in episode.trajectories) - len(steps),
+        _indices=_indices(steps),
     )
 
 
-def _tolerance(value: object) -> float:
-    """A task's tolerance; 0 if it is not a finite number from 0 on."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        return 0.0
-    return float(value)
-
-
 def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
-    """(trajectory, turn) as they happened: what a turn began comes after it and before the turns that followed."""
-    begun: dict[tuple[int, int], list[int]] = {}
-    for index, one in enumerate(trajectories):
-        if one.parent is not None:
-            begun.setdefault((one.parent.trajectory, one.parent.turn), []).append(index)
-    waiting = [(index, 0) for index, one in reversed(list(enumerate(trajectories))) if one.parent is None]
-    while waiting:
-        index, number = waiting.pop()
+    """Yields (trajectory, turn) in order of time: a sub-agent's turns come between the turn that called it and the next."""
+    children: dict[tuple[int, int], list[int]] = {}
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.parent is not None:
+            children.setdefault((trajectory.parent.trajectory, trajectory.parent.turn), []).append(index)
+    stack = [(index, 0) for index, trajectory in reversed(list(enumerate(trajectories))) if trajectory.parent is None]
+    while stack:
+        index, number = stack.pop()
         if number >= len(trajectories[index].turns):
             continue
         yield index, number
-        waiting.append((index, number + 1))
-        waiting += [(child, 0) for child in reversed(begun.get((index, number), []))]
+        stack.append((index, number + 1))
+        stack += [(child, 0) for child in reversed(children.get((index, number), []))]
 
 
 def _step(index: int, number: int, agent: str, turn: Turn) -> TraceStep:
-    made = turn.message.tool_calls
-    answers = [None] * len(made) if not turn.tool_results else [*turn.tool_results[: len(made)], *[None] * len(made)]
-    calls = [
-        _call(call, "" if result is None else result.output, None if result is None else result.ok)
-        for call, result in zip(made[:MAX_CALLS], answers, strict=False)
-    ]
-    unread = tuple(truncate_middle(result.output, 600) for result in turn.tool_results[len(made) :])  # answers to what could not be read
+    parsed, results = turn.message.tool_calls, turn.tool_results
+    calls = []
+    for position, call in enumerate(parsed[:MAX_CALLS]):
+        result = results[position] if position < len(results) else None
+        calls.append(_call(call, "" if result is None else result.output, None if result is None else result.ok))
+    malformed = tuple(truncate_middle(result.output, 600) for result in results[len(parsed) :])  # results of calls that could not be parsed
     return TraceStep(
         trajectory=index,
         turn=number,
         agent=agent,
         text=truncate_middle(turn.message.content),
         calls=tuple(calls),
-        malformed=unread[:MAX_CALLS],
+        malformed=malformed[:MAX_CALLS],
         truncated=turn.finish_reason != "stop",
     )
 
 
-def _call(call: ToolCall, output: str, ok: bool | None, answer: ImportedMessage | None = None) -> TraceCall:
+def _call(call: ToolCall, output: str, ok: bool | None, error: str = "") -> TraceCall:
     try:
         text = json.dumps(call.arguments, sort_keys=True, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # no record of ours
-        text = "(arguments that are no JSON)"
-    error, same = "" if answer is None else answer.error[:200], hash((call.name, text))
+    except (TypeError, ValueError, RecursionError):  # not from a record of agentrl
+        text = "(arguments that are not JSON)"
     return TraceCall(
         tool=call.name[:256],
         arguments=call.arguments,
         arguments_text=truncate_middle(text),
-        call_hash=same,
+        call_hash=hash((call.name, text)),
         output=truncate_middle(output),
         ok=ok,
-        error=error,
+        error=error[:200],
     )
 
 
-def _of_words(trace: Trace) -> Timeline:
-    """The view of what was said. A message of the assistant begins a turn; tools answer the call they name, else the oldest without one."""
+def _from_messages(trace: Trace) -> Timeline:
+    """The timeline of an imported conversation. Each assistant message is a turn; a tool answers the call that it names, else the oldest
+    unanswered call of the newest turn."""
     prompt: list[Message] = []
     steps: list[TraceStep] = []
-    answered: list[dict[int, ImportedMessage]] = []
-    counted: dict[str, int] = {}
-    numbers: dict[str, int] = {}
-    ids: dict[str, tuple[int, int]] = {}
-    spoken: list[ImportedMessage] = []
-    more = 0
+    replies: list[ImportedMessage] = []  # the assistant's message of each step
+    answers: list[dict[int, ImportedMessage]] = []  # of each step: call -> the tool's answer
+    turn_counts: dict[str, int] = {}
+    trajectories: dict[str, int] = {}
+    calls_by_id: dict[str, tuple[int, int]] = {}
+    more_turns = 0
     for one in trace.spoken:
         role = one.message.role
-        if role == "assistant":
-            if len(steps) == MAX_TURNS:
-                more += 1
-                continue
-            line = numbers.setdefault(one.agent, len(numbers))
-            turn = counted[one.agent] = counted.get(one.agent, -1) + 1
-            ids |= {name: (len(steps), place) for place, name in enumerate(one.call_ids[:MAX_CALLS])}
-            steps.append(TraceStep(trajectory=line, turn=turn, agent=one.agent, text=truncate_middle(one.message.content)))
-            answered.append({})
-            spoken.append(one)
+        if role == "assistant" and len(steps) == MAX_TURNS:
+            more_turns += 1
+        elif role == "assistant":
+            trajectory = trajectories.setdefault(one.agent, len(trajectories))
+            turn = turn_counts[one.agent] = turn_counts.get(one.agent, -1) + 1
+            calls_by_id |= {name: (len(steps), number) for number, name in enumerate(one.call_ids[:MAX_CALLS])}
+            steps.append(TraceStep(trajectory=trajectory, turn=turn, agent=one.agent, text=truncate_middle(one.message.content)))
+            answers.append({})
+            replies.append(one)
         elif role == "tool":
-            step, place = ids.get(one.answers) or _next_open(spoken, answered)
+            step, number = calls_by_id.get(one.answers) or _next_unanswered(replies, answers)
             if step >= 0:
-                answered[step].setdefault(place, one)
+                answers[step].setdefault(number, one)
         elif not steps:
             prompt.append(one.message)
-    for index, one in enumerate(spoken):
-        calls = tuple(
-            _call(call, "" if found is None else found.message.content, None if found is None else _went_well(found, call), found)
-            for place, call in enumerate(one.message.tool_calls[:MAX_CALLS])
-            for found in (answered[index].get(place),)
-        )
-        steps[index] = TraceStep(
-            trajectory=steps[index].trajectory, turn=steps[index].turn, agent=one.agent, text=steps[index].text, calls=calls
-        )
+    steps = [
+        replace(step, calls=tuple(_answered(call, given.get(n)) for n, call in enumerate(reply.message.tool_calls[:MAX_CALLS])))
+        for step, reply, given in zip(steps, replies, answers, strict=True)
+    ]
     final = steps[-1] if steps else None
     return Timeline(
         steps=tuple(steps),
@@ -244,38 +232,42 @@ def _of_words(trace: Trace) -> Timeline:
         instructions=truncate_middle("\n".join(message.content for message in prompt[:-1])),
         offered_tools=_schemas(trace.tools),
         answer=final.text if final is not None and not final.calls and final.text.strip() else None,
-        more_turns=more,
-        _places=_placed(steps),
+        more_turns=more_turns,
+        _indices=_indices(steps),
     )
 
 
-def _went_well(answer: ImportedMessage, call: ToolCall) -> bool:
-    """Whether a tool's answer is none of an error; most formats do not mark them, so that its words must say."""
-    words = answer.message.content.strip()
-    if answer.failed or answer.error or _ERROR.match(words[:200]) or _RAISED.match(words[-400:].rpartition("\n")[2]):
+def _next_unanswered(replies: Sequence[ImportedMessage], answers: Sequence[Mapping[int, ImportedMessage]]) -> tuple[int, int]:
+    """(step, call) of the oldest unanswered call of the newest turn; (-1, 0) if there is none."""
+    calls = len(replies[-1].message.tool_calls[:MAX_CALLS]) if replies else 0
+    return next(((len(replies) - 1, number) for number in range(calls) if number not in answers[-1]), (-1, 0))
+
+
+def _answered(call: ToolCall, answer: ImportedMessage | None) -> TraceCall:
+    if answer is None:
+        return _call(call, "", None)
+    return _call(call, answer.message.content, _succeeded(answer, call), answer.error)
+
+
+def _succeeded(answer: ImportedMessage, call: ToolCall) -> bool:
+    """Whether a tool's answer reports no error. Most formats do not mark errors, so the text decides."""
+    text = answer.message.content.strip()
+    if answer.failed or answer.error or _ERROR.match(text[:200]) or _RAISED.match(text[-400:].rpartition("\n")[2]):
         return False
-    return len(words) > _SHORT or not (said := outage_phrase(words, call.arguments)) or words.find(said) > _NEAR
-
-
-def _next_open(spoken: Sequence[ImportedMessage], answered: Sequence[Mapping[int, ImportedMessage]]) -> tuple[int, int]:
-    """The oldest call of the newest turn that nothing has answered; (-1, 0) when there is none."""
-    if not spoken:
-        return -1, 0
-    calls = len(spoken[-1].message.tool_calls[:MAX_CALLS])
-    return next(((len(spoken) - 1, place) for place in range(calls) if place not in answered[-1]), (-1, 0))
+    return len(text) > _SHORT_OUTPUT or not (outage := outage_phrase(text, call.arguments)) or text.find(outage) > _OUTAGE_WITHIN
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]] | None:
-    """Tool -> schema of its arguments, of OpenAI's function schemas and of bare ones."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """Tool -> schema of its arguments, from OpenAI's function schemas or bare ones."""
+    schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools[:1000]:
         inner = tool.get("function")
-        about = inner if isinstance(inner, Mapping) else tool
-        parameters = about.get("parameters", about.get("input_schema"))
-        if isinstance(name := about.get("name"), str):
-            found[name] = parameters if isinstance(parameters, Mapping) else {}
-    return found or None
+        function = inner if isinstance(inner, Mapping) else tool
+        parameters = function.get("parameters", function.get("input_schema"))
+        if isinstance(name := function.get("name"), str):
+            schemas[name] = parameters if isinstance(parameters, Mapping) else {}
+    return schemas or None
 
 
-def _placed(steps: Sequence[TraceStep]) -> dict[tuple[int, int], int]:
-    return {(step.trajectory, step.turn): place for place, step in enumerate(steps)}
+def _indices(steps: Sequence[TraceStep]) -> dict[tuple[int, int], int]:
+    return {(step.trajectory, step.turn): index for index, step in enumerate(steps)}

@@ -1,7 +1,7 @@
-"""A trace: what one episode that went wrong left behind, complete enough to be read, named, played again and learned from.
+"""A trace: the record of one failed episode, complete enough to be read, tagged, re-run and trained on.
 
-Traces of our own runs hold the whole task and the whole episode, with the exact tokens. Those of agents elsewhere (see
-`agentrl.failure.formats`) hold what was said; `Trace.messages` reads both.
+Traces of agentrl's runs hold the task and the episode with its exact tokens. Traces of other agents (`agentrl.failure.formats`) hold the
+messages.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ FORMAT = 1
 
 
 class CaptureReason(StrEnum):
-    """Why an episode was kept."""
+    """Why an episode was captured."""
 
-    FAILED = "failed"  # a score below the best
-    HACKED = "hacked"  # a score that a rule or an audit verifier says was not earned
-    TIMEOUT = "timeout"  # out of wall time, or a tool's time
+    FAILED = "failed"  # score below the threshold
+    HACKED = "hacked"  # a score that a rule or an audit verifier rejects
+    TIMEOUT = "timeout"  # out of wall time, or of a tool's time
     LIMIT = "limit"  # out of turns or tokens
-    REGRESSED = "regressed"  # a case that an earlier version passed
-    FAULT = "fault"  # not the policy's doing: infrastructure or task
-    IMPORTED = "imported"  # somebody else's agent, elsewhere
+    REGRESSED = "regressed"  # an earlier version passed the task
+    FAULT = "fault"  # caused by infrastructure or task, not by the policy
+    IMPORTED = "imported"  # from an agent outside agentrl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag(Record):
-    """A name given to a failure: `Tag(name="wrong_tool", by="rules", confidence=0.9, turn=1)`."""
+    """The name of a failure: `Tag(name="wrong_tool", by="rules", confidence=0.9, turn=1)`."""
 
     name: str
     by: str  # "rules", "judge:NAME" or "person:NAME"
     confidence: float = 1.0  # from 0 to 1
     trajectory: int = 0
-    turn: int | None = None  # the first turn of that trajectory where it shows, counted from 0; None: no single one
+    turn: int | None = None  # first turn of the trajectory where the failure shows, counted from 0; None means no single turn
     note: Text = ""
 
     def __post_init__(self) -> None:
@@ -47,35 +47,35 @@ class Tag(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedMessage(Record):
-    """One message as somebody else's format tells it; a tool's answer says which call it is for."""
+    """One message of an imported conversation."""
 
     message: Message
-    agent: str = ""  # who speaks, where there are several
-    call_ids: tuple[str, ...] = ()  # of `message.tool_calls`, where the format names them
-    answers: str = ""  # the call that this is the answer of, for role "tool"
-    failed: bool = False  # a tool's answer that the format marks as an error
-    error: Text = ""  # the type of that error, if the format names it
-    reasoning: Text = ""  # what the model thought, where the format keeps that apart from the message
-    at_s: float | None = None  # seconds since the trace's first message
+    agent: str = ""  # name of the agent that wrote it, if there are several
+    call_ids: tuple[str, ...] = ()  # ids of `message.tool_calls`, if the format has them
+    answers: str = ""  # for role "tool": id of the call
+    failed: bool = False  # for role "tool": the format marks the result as an error
+    error: Text = ""  # type of that error, if the format has it
+    reasoning: Text = ""  # the model's reasoning, if the format separates it from the message
+    at_s: float | None = None  # seconds since the first message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Record):
-    """One episode that is worth another look. `task` and `episode` are whole for our own runs, None for imported ones."""
+    """One captured episode. Traces of agentrl's runs have `task` and `episode`, imported ones have `spoken`."""
 
     id: str
     why: CaptureReason
-    source: str = "run"  # or the format it was imported from: "openai", "otel", "atif"
+    source: str = "run"  # or the import format: "openai", "otel", "atif"
     task: Task | None = None
     episode: Episode | None = None
-    spoken: tuple[ImportedMessage, ...] = ()  # what was said, for imported ones
-    tools: tuple[JsonObject, ...] = ()  # schemas of the tools that were offered, for imported ones
+    spoken: tuple[ImportedMessage, ...] = ()
+    tools: tuple[JsonObject, ...] = ()  # schemas of the offered tools, for imported traces
     score: Score | None = None
     phase: str = ""  # "train", "before", "step12", "after", "gate", ...
     step: int = 0
     tags: tuple[Tag, ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)  # run, recipe, model, image, file, service, ...
-    missing: tuple[str, ...] = ()  # what the source did not hold, in words: a trace with gaps says so
+    missing: tuple[str, ...] = ()  # descriptions of what the source did not contain
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -87,11 +87,6 @@ class Trace(Record):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Policy versions that sampled its tokens, oldest first."""
-        turns = (turn for one in (self.episode.trajectories if self.episode else ()) for turn in one.turns)
+        """Policy versions that sampled its tokens, in ascending order."""
+        turns = (turn for trajectory in (self.episode.trajectories if self.episode else ()) for turn in trajectory.turns)
         return tuple(sorted({span.version for turn in turns for span in turn.versions}))
-
-    @property
-    def replays(self) -> bool:
-        """Whether it can be played again from its own content: the task is here."""
-        return self.task is not None

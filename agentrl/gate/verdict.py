@@ -1,4 +1,4 @@
-"""What the gate decided about a version of a run, and where: `gate/000012/verdict.json`, beside the evaluation it was decided on."""
+"""The gate's decisions on versions of a run: `gate/000012/verdict.json`, next to the evaluation that it is based on."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from agentrl.records import codec
 from agentrl.records.fields import Record, Text
 
 FOLDER, FILE = "gate", "verdict.json"
-_LARGEST = 16 << 20
+_MAX_BYTES = 16 << 20
 
 
 class GateOutcome(StrEnum):
-    """What became of a version at the gate."""
+    """The gate's decision on a version."""
 
-    REFERENCE = "reference"  # promoted without a judgement: there was nothing to compare with
+    REFERENCE = "reference"  # promoted without a comparison, because there was no baseline
     PROMOTED = "promoted"
-    BLOCKED = "blocked"  # worse; not promoted, and training goes on from it
-    ROLLED_BACK = "rolled back"  # worse; server and learner go back
-    UNJUDGED = "not judged"  # too little was scored; not promoted
+    BLOCKED = "blocked"  # worse; not promoted, and training continues from it
+    ROLLED_BACK = "rolled back"  # worse; server and learner return to the baseline
+    UNJUDGED = "not judged"  # too few attempts were scored; not promoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseRegression(Record):
-    """A case that went wrong, and an episode of each version to show for it."""
+    """A case that regressed, with an episode of each version."""
 
     case: str
-    turn: int | None  # counted from 1: the first turn in which the two episodes part; None: they say and call the same
-    before_episode: str  # one that passed
-    episode: str  # one that did not
+    turn: int | None  # first turn, counted from 1, in which the two episodes differ; None means they do not
+    before_episode: str  # passed
+    episode: str  # failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,38 +42,39 @@ class GateVerdict(Record):
     """The gate's decision on one version."""
 
     version: int
-    sha256: str  # of its weights: another version of this number has to be judged again
+    sha256: str  # of its weights; the decision does not apply to other weights with this number
     outcome: GateOutcome
     reason: Text
     at: str  # UTC, ISO 8601
-    reference: int | None = None  # the promoted version that it was compared with
+    reference: int | None = None  # baseline version that it was compared with
     judgement: RuleResult | None = None
-    figures: EvaluationFigures | None = None  # of the evaluation
-    regressions: tuple[CaseRegression, ...] = ()  # the cases that block; where only the suite fell, those that fell furthest
+    figures: EvaluationFigures | None = None  # of its evaluation
+    regressions: tuple[CaseRegression, ...] = ()  # the cases that block; if only the suite fell, those that fell most
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if self.outcome is GateOutcome.ROLLED_BACK and (self.reference is None or not 0 <= self.reference < self.version):
-            raise ValueError(f"version {self.version} is rolled back, but to none before it: {self.reference}")
+            raise ValueError(f"version {self.version} is rolled back, but not to an earlier version: {self.reference}")
 
     @property
     def promoted(self) -> bool:
+        """Whether the version was promoted."""
         return self.outcome in (GateOutcome.REFERENCE, GateOutcome.PROMOTED)
 
 
 def evaluation_folder(run_dir: Path, version: int) -> Path:
-    """Where the gate keeps a version's evaluation and verdict."""
+    """The folder of a version's evaluation and verdict."""
     return run_dir / FOLDER / f"{version:06d}"
 
 
 def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
-    """The verdict on a version, or None where there is none. Raises `StoreError` for one that cannot be read."""
+    """The verdict on a version, or None without one. Raises `StoreError` if it cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
-        found = codec.from_json(GateVerdict, read_bytes(path, most=_LARGEST, inside=run_dir))
-        if found.version != version:
-            raise ValueError(f"it is on version {found.version}")
-        return found
+        verdict = codec.from_json(GateVerdict, read_bytes(path, most=_MAX_BYTES, inside=run_dir))
+        if verdict.version != version:
+            raise ValueError(f"it is on version {verdict.version}")
+        return verdict
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -81,8 +82,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
 
 
 def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
-    """Every verdict of a run, by version. Raises `StoreError` for one that cannot be read."""
+    """All verdicts of a run, by version. Raises `StoreError` for one that cannot be read."""
     folder = run_dir / FOLDER
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
-    found = (read_verdict(run_dir, number) for number in numbers)
-    return tuple(one for one in found if one is not None)
+    return tuple(verdict for number in numbers if (verdict := read_verdict(run_dir, number)) is not None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from agentrl import codec
-from agentrl.files import commit_folder, part_folder, replacing, sha256_file, write
+from agentrl.files import commit_folder, replacing, sha256_file
 from agentrl.learner import lora
 from agentrl.learner.disk import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from agentrl.config.recipe import CriticConfig
-from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_advantages, critic_metrics
+from agentrl.learner.critic import Critic, SharedCritic, critic_metrics
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.kl_reference import kl_reference_for
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, check_vocabulary, micro_batch, minibatches, plan
 from agentrl.learner.reference import reference_for
 from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, loss_of, policy_loss
+from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.kl import sequence_penalty
-from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
+from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
 from agentrl.objective.values import value_loss
 from agentrl.records import Batch, Sample

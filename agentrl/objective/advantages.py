@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agentrl.base.error_text import one_line_error, raise_location
-from agentrl.base.scores import all_equal, all_negligible
+from agentrl.base.scores import all_equal
 from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import PluginError
 from agentrl.plugins import parts

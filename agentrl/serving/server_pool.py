@@ -18,8 +18,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import ServerDied, ServingError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry
 from agentrl.records import Completion, PolicyVersion, SamplingParams, SwapReport
-from agentrl.serving.routing import EpisodeRouter
-from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving, version_to_serve
+from agentrl.serving.supervisor import ServerLost, SupervisedServer, mark_serving
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation.evaluate import SplitEvaluation
-from agentrl.failure import quarantine, withholding
+from agentrl.failure import overlap, quarantine
 from agentrl.failure.digest import failures_by_tag
 from agentrl.gate.verdict import read_verdicts
 from agentrl.judge.ledger import usage_in
@@ -315,7 +315,7 @@ def summarize(
         attempts_not_begun=total("attempts_not_begun"),
         groups_stopped=total("groups_stopped"),
         tasks_quarantined=quarantine.count_quarantined(folder),
-        tasks_withheld=withholding.count_withheld(folder),
+        tasks_withheld=overlap.count_withheld(folder),
         judges=judge_costs(folder),
         tokens_trained=total("tokens_trained"),
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,

@@ -21,7 +21,7 @@ from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import FolderCheckpoints, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
-from agentrl.failure.withholding import WithholdingLog
+from agentrl.failure.overlap import WithholdingLog
 from agentrl.gate.server import GateServer
 from agentrl.learner.process import LearnerProcess
 from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory

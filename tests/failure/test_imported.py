@@ -102,7 +102,7 @@ WHOLE = UserParts(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
 def test_everything_that_lacks_is_named_at_once() -> None:
     with pytest.raises(UserError) as error:
         task_from_trace(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), UserParts())
-    for lack in ("what the user asked", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
+    for lack in ("a user message before", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
         assert lack in str(error.value), lack
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import RecipeError, UserError
-from agentrl.failure import withholding
+from agentrl.failure import overlap
 from agentrl.failure.case import Case, save_case
-from agentrl.failure.overlap import Overlap, WithheldTasks, load_withheld, normalize_ids, overlap_of
-from agentrl.failure.withholding import WithholdingLog
+from agentrl.failure.overlap import Overlap, WithheldTasks, WithholdingLog, load_withheld, normalize_ids, overlap_of
 from agentrl.protocols import TaskFamily
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule
@@ -130,8 +129,8 @@ def test_what_was_withheld_is_told_once_whoever_asks_again(tmp_path: Path) -> No
     for _ in range(2):  # the second time as a resumed run
         schedule = GroupSchedule(Numbered(8, numbered), seed=3, withheld=WithholdingLog(tmp_path, held))
         assert not {schedule.task(group).id for group in range(16)} & {"1", "2", "5"}
-    assert withholding.count_withheld(tmp_path) == 3
-    lines = [json.loads(line) for line in (tmp_path / withholding.FILE).read_text().splitlines()]
+    assert overlap.count_withheld(tmp_path) == 3
+    lines = [json.loads(line) for line in (tmp_path / overlap.FILE).read_text().splitlines()]
     assert sorted((line["task_id"], line["case"], line["likeness"]) for line in lines) == [(n, n, "same") for n in ("1", "2", "5")]
 
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from agentrl.config import PracticeConfig, build
 from agentrl.errors import RecipeError, TaskError, UserError
-from agentrl.failure import practice_mutants
 from agentrl.failure.case import Case, save_case
 from agentrl.failure.overlap import WithheldTasks, load_withheld, overlap_of
 from agentrl.failure.practice import FILE, PracticeTask, load_practice, practice_task, save_practice
-from agentrl.failure.practice_mutants import gold_without_answer
+from agentrl.failure.practice_mutants import gold_without_answer, mutate_task
 from agentrl.failure.practice_schedule import PracticeSchedule, open_practice
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
@@ -61,13 +60,13 @@ def test_a_family_varies_its_kind_and_gives_away_no_case(case: Case) -> None:
 
 def test_mutants_are_other_questions_of_the_same_words() -> None:
     task = FAMILY.task(Split.TRAIN, 2)  # a total where a column of numbers has a value that the question names
-    found = list(islice(practice_mutants(task, seed=0), 5))
-    assert found == list(islice(practice_mutants(task, seed=0), 5)) and len({one.key for one in found}) == 5
+    found = list(islice(mutate_task(task, seed=0), 5))
+    assert found == list(islice(mutate_task(task, seed=0), 5)) and len({one.key for one in found}) == 5
     gold_without_answer(FAMILY, task)
     answers = {run_template(FAMILY.gold(one), one.files) for one in found}
     assert len(answers) == 5 and str(task.data["answer"]) not in answers
     assert all(one.prompt == task.prompt and overlap_of(task, one) is None for one in found)
-    assert list(practice_mutants(replace(task, files={"a.txt": "no number, but id-7 and 2024-01-05\n"}), seed=0)) == []
+    assert list(mutate_task(replace(task, files={"a.txt": "no number, but id-7 and 2024-01-05\n"}), seed=0)) == []
 
 
 def test_a_gold_solution_that_knows_the_answer_proves_none() -> None:

@@ -50,7 +50,7 @@ def test_a_task_is_in_a_suite_once_and_twins_are_told(tmp_path: Path) -> None:
     ]
     assert "already" in done[1].summary
     (late,) = promote([twin], tmp_path)
-    assert late.likeness is Overlap.TWIN and late.case == done[0].case and late.path is not None and "near twin" in late.summary
+    assert late.likeness is Overlap.TWIN and late.case == done[0].case and late.path is not None and "near duplicate" in late.summary
     assert len(load_suite(tmp_path).cases) == 3
 
 

@@ -5,7 +5,7 @@ import pytest
 from agentrl.config.gate import GateConfig
 from agentrl.evaluation.comparison import Scores
 from agentrl.gate.rule import CaseDrop, GateRule, RuleResult, apply_rule, can_trigger_retry, cases_to_retry
-from agentrl.gate.simulation import block_rate, block_rate_in_a_run
+from benchmarks.gate import block_rate, block_rate_in_a_run
 
 RULE = GateRule(repeats=4, confirm=24, alpha=0.05)
 MIXED = [1.0, 0.95, 0.8, 0.5, 0.05] * 10

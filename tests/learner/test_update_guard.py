@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from agentrl.learner.guard import _METRICS as METRICS
 from agentrl.learner.guard import REFUSE_ALL, Guard
 from agentrl.recipe import LearnerConfig, Limit, LimitsConfig
+
 from agentrl.records import Batch
 
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))

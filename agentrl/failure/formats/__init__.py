@@ -1,6 +1,6 @@
-"""Failures from elsewhere and to elsewhere: chat messages of OpenAI, spans of OpenTelemetry, trajectories in ATIF.
+"""Third-party trace formats: OpenAI chat messages, OpenTelemetry spans, ATIF trajectories.
 
-Everything here is said by somebody else's file: it is bounded, never run, and no path or address in it is followed.
+All input is hostile: it is bounded, never executed, and no path or address in it is followed.
 """
 
 from agentrl.failure.formats.files import UnreadableDocument

@@ -1,10 +1,10 @@
-"""The JSON documents of a file or folder, one after the other, within bounds: a file is one document, or has one on each line."""
+"""Reads the JSON documents of a file or folder, bounded. A file is one document, or has one on each line."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,139 +13,83 @@ from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 
 LARGEST = 32 << 20
-"""Bytes of one document: a file of one, or a line of a file of many."""
+"""Bytes of one document: a whole file, or one line."""
 LARGEST_IN_MEMORY = 768 << 20
-"""Bytes that the values of one document may take once it is read, by estimate."""
+"""Estimated bytes of one document's values in memory."""
 MOST_FILES = 20_000
 """Files of a folder."""
 SUFFIXES = (".json", ".jsonl", ".ndjson")
 
-_LINES = (".jsonl", ".ndjson")
-_LIST, _OBJECT, _VALUE = 72, 240, 40  # bytes that Python takes for an empty list, an object of one entry, any other value
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+_LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES = 72, 240, 40  # of an empty list, an object with one entry, any other value
 
 
 class UnreadableDocument(UserError):
-    """A file, or a part of one, that gave no trace: an error to raise or to count. `read` yields these among the traces.
+    """A file, or a part of one, without a trace. `read` yields these among the traces, to raise or count.
 
-    `path` is the file, `where` the place in it ("line 3", "span 1f...", empty: all of it).
+    `path` is the file, `position` the place in it ("line 3", "span 1f..."; empty means the whole file).
     """
 
-    def __init__(self, path: Path, where: str, message: str, *, fix: str = "") -> None:
-        self.path, self.position = path, where
-        place = f"{path}, {where}" if where else str(path)
-        super().__init__(printable(f"{place}: {message}", 1000), fix=fix)
+    def __init__(self, path: Path, position: str, message: str, *, fix: str = "") -> None:
+        self.path, self.position = path, position
+        super().__init__(printable(f"{f'{path}, {position}' if position else path}: {message}", 1000), fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Where a document lies."""
+    """The location of a document."""
 
     path: Path
-    name: str  # of the file, below what was asked for
+    name: str  # relative to the folder that is read
     position: str = ""
 
-    def error(self, error: Exception, *, where: str = "", fix: str) -> UnreadableDocument:
-        """The error as what is told of this place; its own advice goes before `fix`."""
+    @property
+    def origin(self) -> dict[str, str]:
+        """The location as part of a trace's origin."""
+        return {"file": self.name} | ({"place": self.position} if self.position else {})
+
+    def unreadable(self, error: Exception, *, position: str = "", fix: str) -> UnreadableDocument:
+        """The error about this location. The error's own fix is preferred to `fix`."""
         message = "is nested too deep" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
-        full = ", ".join(part for part in (self.position, where) if part)
-        return UnreadableDocument(self.path, full, message, fix=getattr(error, "fix", "") or fix)
+        where = ", ".join(part for part in (self.position, position) if part)
+        return UnreadableDocument(self.path, where, message, fix=getattr(error, "fix", "") or fix)
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A JSON value and where it lies."""
+    """A JSON value and its location."""
 
     value: Any
     location: SourceLocation
 
 
 def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
-    """The documents of a file, or of all files below a folder in the order of their names; what is none is told and passed over.
+    """Yields the documents of a file, or of all files below a folder ordered by name.
 
-    Raises:
-        UserError: there is no such file, or the folder holds none that could be read.
+    Raises `UserError` if the file does not exist, or the folder has no JSON files.
     """
     if path.is_dir():
-        files = _below(path)
+        files = _files_below(path)
     elif path.is_file():
         files = [path]
     else:
         raise UserError(f"{path} is not there, or no file", fix=f"give a file, or a folder of {', '.join(SUFFIXES)}")
     for file in files:
-        place = SourceLocation(file, file.relative_to(path).as_posix() if path.is_dir() else file.name)
+        location = SourceLocation(file, file.relative_to(path).as_posix() if path.is_dir() else file.name)
         try:
-            yield from _of_file(place)
+            yield from _documents_of(location)
         except OSError as error:
-            yield place.error(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
-        except ValueError as error:  # the path was a file before
-            yield place.error(error, fix="give a file")
-
-
-def _below(folder: Path) -> list[Path]:
-    found: list[Path] = []
-    for path in folder.rglob("*"):
-        if path.suffix.lower() in SUFFIXES and not path.is_symlink() and path.is_file():
-            found.append(path)
-            if len(found) > MOST_FILES:
-                raise UserError(f"{folder} holds more than {MOST_FILES} files", fix="import its folders one by one")
-    if not found:
-        raise UserError(f"{folder} holds no files that end in {', '.join(SUFFIXES)}", fix="give the folder that the export was written to")
-    return sorted(found)
-
-
-def _of_file(place: SourceLocation) -> Iterator[Document | UnreadableDocument]:
-    with open_file(place.path) as file:
-        if _has_lines(place, file):
-            file.seek(0)
-            yield from _lines(place, file)
-            return
-        file.seek(0)
-        data = file.read(LARGEST + 1)
-        try:
-            yield Document(decode_document(data), place)
-        except (ValueError, RecursionError) as error:
-            yield place.error(error, fix="export it again, or remove what is no JSON")
-
-
-def _has_lines(place: SourceLocation, file: IO[bytes]) -> bool:
-    """Whether a file has a document on each line: its first line is one and others follow; else by its name, or by its first braces."""
-    first = b""
-    while not first.strip():
-        first = file.readline(LARGEST + 1)
-        if not first:
-            return False
-    try:
-        decode_document(first)
-    except (ValueError, RecursionError):
-        start = first.strip()
-        return place.path.suffix.lower() in _LINES or (start.startswith(b"{") and start.endswith(b"}"))
-    return any(line.strip() for line in iter(lambda: file.readline(1 << 16), b""))
-
-
-def _lines(place: SourceLocation, file: IO[bytes]) -> Iterator[Document | UnreadableDocument]:
-    number = 0
-    while line := file.readline(LARGEST + 1):
-        number += 1
-        here = SourceLocation(place.path, place.name, f"line {number}")
-        whole = len(line) <= LARGEST
-        while not whole and line and not line.endswith(b"\n"):
-            line = file.readline(1 << 20)
-        if whole and not line.strip():
-            continue
-        try:
-            if not whole:
-                raise ValueError(f"is longer than {LARGEST >> 20} MiB")
-            yield Document(decode_document(line), here)
-        except (ValueError, RecursionError) as error:
-            yield here.error(error, fix="remove or repair the line; the others are read")
+            yield location.unreadable(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
+        except ValueError as error:  # the path is no longer a file
+            yield location.unreadable(error, fix="give a file")
 
 
 def decode_document(data: bytes) -> Any:
-    """The JSON value of UTF-8 bytes. Raises `ValueError` (or `RecursionError`) where they are none, or would take too much memory."""
+    """The JSON value of UTF-8 bytes. Raises `ValueError` or `RecursionError` if they are invalid or take too much memory."""
     if len(data) > LARGEST:
         raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: a document on each line of a .jsonl file is read one by one")
-    lists, parts = data.count(b"["), data.count(b",") + data.count(b":")
-    if lists * _LIST + data.count(b"{") * _OBJECT + parts * _VALUE > LARGEST_IN_MEMORY:
+    lists, objects, parts = data.count(b"["), data.count(b"{"), data.count(b",") + data.count(b":")
+    if lists * _LIST_BYTES + objects * _OBJECT_BYTES + parts * _VALUE_BYTES > LARGEST_IN_MEMORY:
         raise UserError("holds too many values to be read at once", fix="split it into several files")
     if not data.strip():
         raise ValueError("is empty")
@@ -157,3 +101,61 @@ def decode_document(data: bytes) -> Any:
         raise ValueError(f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ValueError("is nested too deep") from None
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files: list[Path] = []
+    for path in folder.rglob("*"):
+        if path.suffix.lower() in SUFFIXES and not path.is_symlink() and path.is_file():
+            files.append(path)
+            if len(files) > MOST_FILES:
+                raise UserError(f"{folder} holds more than {MOST_FILES} files", fix="import its folders one by one")
+    if not files:
+        raise UserError(f"{folder} holds no files that end in {', '.join(SUFFIXES)}", fix="give the folder that the export was written to")
+    return sorted(files)
+
+
+def _documents_of(location: SourceLocation) -> Iterator[Document | UnreadableDocument]:
+    with open_file(location.path) as file:
+        if _has_lines(location, file):
+            file.seek(0)
+            yield from _line_documents(location, file)
+            return
+        file.seek(0)
+        try:
+            yield Document(decode_document(file.read(LARGEST + 1)), location)
+        except (ValueError, RecursionError) as error:
+            yield location.unreadable(error, fix="export it again, or remove what is not JSON")
+
+
+def _has_lines(location: SourceLocation, file: IO[bytes]) -> bool:
+    """Whether a file has a document on each line: the first line is one and others follow. If it is damaged, its name or braces decide."""
+    first = b""
+    while not first.strip():
+        first = file.readline(LARGEST + 1)
+        if not first:
+            return False
+    try:
+        decode_document(first)
+    except (ValueError, RecursionError):
+        start = first.strip()
+        return location.path.suffix.lower() in _LINE_SUFFIXES or (start.startswith(b"{") and start.endswith(b"}"))
+    return any(line.strip() for line in iter(lambda: file.readline(1 << 16), b""))
+
+
+def _line_documents(location: SourceLocation, file: IO[bytes]) -> Iterator[Document | UnreadableDocument]:
+    number = 0
+    while line := file.readline(LARGEST + 1):
+        number += 1
+        here = replace(location, position=f"line {number}")
+        complete = len(line) <= LARGEST
+        while not complete and line and not line.endswith(b"\n"):
+            line = file.readline(1 << 20)
+        if complete and not line.strip():
+            continue
+        try:
+            if not complete:
+                raise ValueError(f"is longer than {LARGEST >> 20} MiB")
+            yield Document(decode_document(line), here)
+        except (ValueError, RecursionError) as error:
+            yield here.unreadable(error, fix="remove or repair the line; the others are read")

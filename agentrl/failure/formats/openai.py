@@ -1,7 +1,7 @@
-"""OpenAI chat messages: requests, fine-tuning lines, logs of request and response, the batch API's files.
+"""OpenAI chat messages: requests, fine-tuning lines, logs of request and response, files of the batch API.
 
-Described at https://platform.openai.com/docs/api-reference/chat. Taken are an object with `messages`, a bare list of messages, and an
-object whose `request` or `body` holds the former and whose `response` holds a chat completion.
+Described at https://platform.openai.com/docs/api-reference/chat. Accepts an object with `messages`, a list of messages, and an object whose
+`request` or `body` holds the former and whose `response` holds a chat completion.
 """
 
 from __future__ import annotations
@@ -10,146 +10,123 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.failure.formats import values
 from agentrl.failure.formats.conversations import Conversation, build_trace, conversations_of
-from agentrl.failure.formats.values import (
-    Gaps,
-    arguments_text,
-    as_object,
-    as_objects,
-    as_string,
-    build_message,
-    build_origin,
-    build_tool_call,
-    message_text,
-    object_or_empty,
-    printable_label,
-    tool_schemas,
-)
+from agentrl.failure.formats.values import Gaps, as_object, as_objects, as_string, printable_label
 from agentrl.failure.trace import ImportedMessage, Trace
 
 NAME = "openai"
-_ASKED = ("messages", "request", "body", "choices", "response")
-_KNOWN = {
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "refusal",
-    "reasoning_content",
-    "reasoning",
-    "annotations",
-}
+_REQUEST_KEYS = ("messages", "request", "body", "choices", "response")
+_RESPONSE_TYPES = ("function_call", "function_call_output", "reasoning")
+_KNOWN_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call"}
+_KNOWN_KEYS |= {"refusal", "reasoning_content", "reasoning", "annotations"}
 
 
-def recognises(document: Any) -> bool:
-    """Whether a JSON document claims to be of this format."""
+def recognizes(document: Any) -> bool:
+    """Whether a JSON document claims to have this format."""
     if isinstance(document, list):
-        return bool(document) and isinstance(document[0], dict) and ("role" in document[0] or _of_responses(document[0]))
-    return isinstance(document, dict) and (any(key in document for key in _ASKED) or isinstance(document.get("input"), list))
+        return bool(document) and isinstance(document[0], dict) and ("role" in document[0] or _is_of_responses_api(document[0]))
+    return isinstance(document, dict) and (any(key in document for key in _REQUEST_KEYS) or isinstance(document.get("input"), list))
 
 
-def parse(document: Any, where: Mapping[str, str]) -> Trace:
-    """The trace of one document. Raises `ValueError` that says what is wrong with it."""
+def parse(document: Any, location: Mapping[str, str]) -> Trace:
+    """The trace of one document. Raises `ValueError` that names the problem."""
     gaps = Gaps()
     whole: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
-    asked = next((found for key in ("request", "body") if isinstance(found := whole.get(key), dict)), whole)
-    answer = as_object(whole.get("response"), "response") if "choices" not in whole else whole
-    answer = answer["body"] if isinstance(answer.get("body"), dict) else answer
-    asking = as_objects(asked.get("messages"), "messages")
-    if "input" in asked or "output" in answer or any(map(_of_responses, asking)):
-        raise UserError(
-            "is of the Responses API, which is not read", fix="export the chat messages: role, content, tool_calls, tool_call_id"
-        )
-    said = [parse_message(item, f"messages[{number}]", gaps) for number, item in enumerate(asking)]
-    if not said:
-        gaps.add("what was asked")
-    choices = as_objects(answer.get("choices"), "choices")
+    request = next((value for key in ("request", "body") if isinstance(value := whole.get(key), dict)), whole)
+    response = as_object(whole.get("response"), "response") if "choices" not in whole else whole
+    response = response["body"] if isinstance(response.get("body"), dict) else response
+    prompt = as_objects(request.get("messages"), "messages")
+    if "input" in request or "output" in response or any(map(_is_of_responses_api, prompt)):
+        fix = "export the chat messages: role, content, tool_calls, tool_call_id"
+        raise UserError("has the form of the Responses API, which is not supported", fix=fix)
+    messages = [parse_message(item, f"messages[{number}]", gaps) for number, item in enumerate(prompt)]
+    if not messages:
+        gaps.add("the prompt")
+    choices = as_objects(response.get("choices"), "choices")
     if choices:
-        said.append(parse_message(as_object(choices[0].get("message"), "choices[0].message"), "choices[0].message", gaps))
-    elif (failed := answer.get("error") or whole.get("error")) is not None:
-        gaps.add(f"an answer of the model: the response is an error, {_error(failed)}")
+        messages.append(parse_message(as_object(choices[0].get("message"), "choices[0].message"), "choices[0].message", gaps))
+    elif (error := response.get("error") or whole.get("error")) is not None:
+        gaps.add(f"an answer of the model: the response is an error, {_describe_error(error)}")
     elif "response" in whole:
         gaps.add("an answer of the model")
     if len(choices) > 1:
-        gaps.add("choices besides the first", len(choices) - 1)
-    if not said:
+        gaps.add("choices other than the first", len(choices) - 1)
+    if not messages:
         raise ValueError("holds no messages")
-    known = build_origin(
-        id=whole.get("custom_id") or object_or_empty(whole.get("metadata")).get("trace") or answer.get("id") or whole.get("id"),
-        model=answer.get("model") or asked.get("model"),
+    metadata = values.object_or_empty(whole.get("metadata"))
+    origin = values.build_origin(
+        id=whole.get("custom_id") or metadata.get("trace") or response.get("id") or whole.get("id"),
+        model=response.get("model") or request.get("model"),
     )
     gaps.add("times of the messages")
-    return build_trace(NAME, said, {**where, **known}, gaps, tools=tool_schemas(asked.get("tools"), gaps))
-
-
-def _error(failed: Any) -> str:
-    """A short description of an error."""
-    told = object_or_empty(failed)
-    words = (printable_label(told.get(key)) for key in ("type", "code", "message"))
-    return ", ".join(dict.fromkeys(word for word in words if word)) or printable_label(failed) or "which says nothing"
+    return build_trace(NAME, messages, {**location, **origin}, gaps, tools=values.tool_schemas(request.get("tools"), gaps))
 
 
 def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMessage:
-    """One message of the chat completions API. Raises `ValueError`."""
+    """Parses one message of the chat completions API. Raises `ValueError`."""
     role = as_string(item.get("role"), f"{what}.role")
+    role = "tool" if role == "function" else role
     calls = as_objects(item.get("tool_calls"), f"{what}.tool_calls")
-    functions = [(one.get("id"), as_object(one.get("function") or one.get("custom"), f"{what}.tool_calls")) for one in calls]
-    if isinstance(item.get("function_call"), dict):  # the API's older form, which knows one call and no id
+    functions = [(call.get("id"), as_object(call.get("function") or call.get("custom"), f"{what}.tool_calls")) for call in calls]
+    if isinstance(item.get("function_call"), dict):  # the API's older form: one call, without an id
         functions.append((None, item["function_call"]))
-    made = [
-        build_tool_call(function.get("name"), function.get("arguments", function.get("input")), what, gaps) for _, function in functions
-    ]
-    ids = [as_string(id, f"{what}.tool_calls.id") for id, _ in functions]
-    text = message_text(item.get("content"), f"{what}.content", gaps) or as_string(item.get("refusal"), f"{what}.refusal")
-    for key in sorted(set(item) - _KNOWN):
+    for key in sorted(set(item) - _KNOWN_KEYS):
         if item[key] not in (None, [], {}):
             gaps.add(f"{printable_label(key)} of a message: it is not kept")
-    role = "tool" if role == "function" else role
     answers = as_string(item.get("tool_call_id"), f"{what}.tool_call_id") if role == "tool" else ""
     if role == "tool" and not answers:
-        gaps.add("which call an answer of a tool is for")
-    agent = printable_label(item.get("name")) if role == "assistant" else ""
-    reasoning = as_string(item.get("reasoning_content") or item.get("reasoning"), f"{what}.reasoning_content")
-    return build_message(role, text, calls=made, call_ids=ids, answers=answers, agent=agent, reasoning=reasoning)
+        gaps.add("the call that a tool's result belongs to")
+    return values.build_message(
+        role,
+        values.message_text(item.get("content"), f"{what}.content", gaps) or as_string(item.get("refusal"), f"{what}.refusal"),
+        calls=[values.build_tool_call(one.get("name"), one.get("arguments", one.get("input")), what, gaps) for _, one in functions],
+        call_ids=[as_string(id, f"{what}.tool_calls.id") for id, _ in functions],
+        answers=answers,
+        agent=printable_label(item.get("name")) if role == "assistant" else "",
+        reasoning=as_string(item.get("reasoning_content") or item.get("reasoning"), f"{what}.reasoning_content"),
+    )
 
 
 def documents(trace: Trace) -> Iterator[dict[str, Any]]:
-    """A trace as chat messages: one object for each agent, since a list of messages has one."""
-    for line in conversations_of(trace):
-        if line.messages:
-            yield _conversation(trace, line)
+    """Yields a trace as chat messages, one object for each agent."""
+    for conversation in conversations_of(trace):
+        if conversation.messages:
+            yield _document(trace, conversation)
 
 
-def _conversation(trace: Trace, line: Conversation) -> dict[str, Any]:
-    about = {"trace": trace.id, **({"agent": line.label} if line.label else {})}
-    offered = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
-    return {
-        "messages": [_written(one.imported, number, line.label) for number, one in enumerate(line.messages)],
-        **offered,
-        "metadata": about,
-    }
+def _document(trace: Trace, conversation: Conversation) -> dict[str, Any]:
+    label = conversation.label
+    metadata = {"trace": trace.id, **({"agent": label} if label else {})}
+    tools = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
+    messages = [_written(one.imported, number, label) for number, one in enumerate(conversation.messages)]
+    return {"messages": messages, **tools, "metadata": metadata}
 
 
 def _written(one: ImportedMessage, number: int, label: str) -> dict[str, Any]:
-    told = one.message
-    written: dict[str, Any] = {"role": told.role, "content": told.content}
+    message = one.message
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
     if one.agent != label:
         written["name"] = one.agent
-    if told.tool_calls:
-        ids = [one.call_ids[at] if at < len(one.call_ids) else "" for at in range(len(told.tool_calls))]
-        written["tool_calls"] = [
-            {"id": id or f"call_{number}_{at}", "type": "function", "function": {"name": made.name, "arguments": arguments_text(made)}}
-            for at, (id, made) in enumerate(zip(ids, told.tool_calls, strict=True))
-        ]
-        written["content"] = told.content or None
-    if told.role == "tool":
+    if message.tool_calls:
+        written["content"] = message.content or None
+        written["tool_calls"] = []
+        for index, call in enumerate(message.tool_calls):
+            id = one.call_ids[index] if index < len(one.call_ids) else ""
+            function = {"name": call.name, "arguments": values.arguments_text(call)}
+            written["tool_calls"].append({"id": id or f"call_{number}_{index}", "type": "function", "function": function})
+    if message.role == "tool":
         written["tool_call_id"] = one.answers
     if one.reasoning:
         written["reasoning_content"] = one.reasoning
     return written
 
 
-def _of_responses(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("type") in ("function_call", "function_call_output", "reasoning")
+def _describe_error(error: Any) -> str:
+    details = values.object_or_empty(error)
+    texts = (printable_label(details.get(key)) for key in ("type", "code", "message"))
+    return ", ".join(dict.fromkeys(text for text in texts if text)) or printable_label(error) or "without a description"
+
+
+def _is_of_responses_api(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") in _RESPONSE_TYPES

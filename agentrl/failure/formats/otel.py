@@ -1,43 +1,32 @@
-"""OpenTelemetry's conventions for generative AI, all of them still in development: model calls as spans, agents and tools around them.
+"""OpenTelemetry's conventions for generative AI (in development): model calls as spans, with agents and tools around them.
 
 Reads three forms of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one
 attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
 `gen_ai.output.messages` with their parts, on spans, events or the one log record of a call). `otel_numbered` reads the forms of other
-conventions. Every call repeats the conversation before it;
-`otel_lines` joins them into one conversation.
+conventions. Each call repeats the conversation before it; `otel_lines` joins the calls.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.failure.formats import openai, otel_indexed
+from agentrl.failure.formats import openai, otel_indexed, values
 from agentrl.failure.formats.files import Document, UnreadableDocument
-from agentrl.failure.formats.otel_conversations import AgentSpan, MessageEntry, ModelCall, ToolSpan, TraceCalls, trace_of_calls
+from agentrl.failure.formats.otel_conversations import AgentSpan, CallGroup, MessageEntry, ModelCall, ToolSpan, trace_of_calls
 from agentrl.failure.formats.otlp import Event, Span, SpanKey, entries
-from agentrl.failure.formats.values import (
-    Gaps,
-    as_objects,
-    as_string,
-    as_text,
-    build_message,
-    build_tool_call,
-    decode_json,
-    printable_label,
-    tool_schemas,
-    type_name,
-)
+from agentrl.failure.formats.values import Gaps, as_objects, as_string, as_text, build_message, decode_json, printable_label
 from agentrl.failure.trace import ImportedMessage, Trace
 
 MOST_SPANS = 250_000
-"""Spans of all kinds in one reading, and log records."""
+"""Spans and log records in one reading."""
 MOST_MESSAGES = 5_000_000
-"""Messages of all calls together, each as often as a call repeats it."""
+"""Messages of all calls together, counted in each call that repeats them."""
 MOST_CHARS = 512 << 20
-"""Characters of all that was said, each message once."""
+"""Characters of all distinct messages."""
 
 DETAILS = "gen_ai.client.inference.operation.details"
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
@@ -48,28 +37,30 @@ _INPUT, _OUTPUT, _SYSTEM = "gen_ai.input.messages", "gen_ai.output.messages", "g
 _PROMPT, _COMPLETION = "gen_ai.prompt", "gen_ai.completion"
 _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.response.model", "llm.request.model", "llm.model_name")
 _CONVERSATION = ("gen_ai.conversation.id", "session.id")
-_WHOLE = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events with all messages, up to v1.27
-_SPOKEN = (_INPUT, _OUTPUT, _PROMPT, _COMPLETION)
-_STRUCTURED = ("message", "tool_calls", "index")  # which attributes can only hold as JSON text
-_OF_A_MESSAGE = ("role", "content", "id", "tool_calls", "name", "index", "message", "finish_reason")
+_AGENT_NAME = ("gen_ai.agent.name", "agent.name")
+_WHOLE_EVENTS = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events with all messages, up to v1.27
+_MESSAGE_ATTRIBUTES = (_INPUT, _OUTPUT, _PROMPT, _COMPLETION)
+_STRUCTURED = ("message", "tool_calls", "index")  # fields that attributes can hold only as JSON text
+_MESSAGE_FIELDS = ("role", "content", "id", "tool_calls", "name", "index", "message", "finish_reason")
+_EXTRA_CHOICES = "choices other than the first"
 
 
 @dataclass(slots=True)
 class SpanCollector:
-    """The spans of one reading: those of a conversation may lie in several files, and its messages in others."""
+    """Collects the spans of one reading. A conversation may be spread over several files."""
 
     calls: dict[SpanKey, ModelCall] = field(default_factory=dict)
     agents: dict[SpanKey, AgentSpan] = field(default_factory=dict)
-    runs: dict[SpanKey, ToolSpan] = field(default_factory=dict)
+    tools: dict[SpanKey, ToolSpan] = field(default_factory=dict)
     parents: dict[SpanKey, str] = field(default_factory=dict)
-    seen: dict[bytes, MessageEntry] = field(default_factory=dict)  # every message once
-    heard: set[tuple[SpanKey, str, int, bytes]] = field(default_factory=set)  # records, which an exporter may send twice
+    distinct: dict[bytes, MessageEntry] = field(default_factory=dict)
+    events: set[tuple[SpanKey, str, int, bytes]] = field(default_factory=set)  # an exporter may send a record twice
     records: int = 0
     messages: int = 0
     chars: int = 0
 
     def add(self, document: Document) -> Iterator[UnreadableDocument]:
-        """Takes an export in; what of it is no span or record is told. Raises `UserError` where it gets too much."""
+        """Adds an export, and yields its unreadable parts. Raises `UserError` beyond the limits."""
         for one in entries(document):
             if isinstance(one, UnreadableDocument):
                 yield one
@@ -77,169 +68,165 @@ class SpanCollector:
             self.records += 1
             if self.records > MOST_SPANS:
                 fix = "keep only spans of generative AI and those above them, or import the files one by one"
-                raise UserError(f"{document.location.path} and what came before hold more than {MOST_SPANS} spans and records", fix=fix)
+                raise UserError(f"{document.location.path} and earlier files hold more than {MOST_SPANS} spans and records", fix=fix)
             try:
                 if isinstance(one, Span):
-                    self._span(one)
+                    self._add_span(one)
                 else:
-                    self._event(one)
+                    self._add_event(one)
             except UserError:
                 raise
             except (ValueError, RecursionError) as error:
-                what = "span" if isinstance(one, Span) else "record of span"
-                yield one.place.error(error, where=f"{what} {printable_label(one.key[1])}", fix="export it again; other spans are read")
+                position = f"{'span' if isinstance(one, Span) else 'record of span'} {printable_label(one.key[1])}"
+                yield one.location.unreadable(error, position=position, fix="export it again; other spans are read")
 
     def traces(self) -> Iterator[Trace | UnreadableDocument]:
-        """What the spans tell, conversation by conversation, in the order of their beginning."""
-        for unit in self._units():
-            place = unit.calls[0].place
-            where = f"trace {printable_label(unit.id)}"
+        """Yields the trace of each conversation, ordered by start."""
+        for group in self._groups():
+            location = group.calls[0].location
             try:
-                yield trace_of_calls(unit, {"file": place.name, **({"place": place.position} if place.position else {})}, self.parents)
+                yield trace_of_calls(group, location.origin, self.parents)
             except (ValueError, RecursionError) as error:
-                yield place.error(error, where=where, fix=f"let the emitter write messages ({CAPTURE}=true) and their spans")
+                fix = f"let the emitter write messages ({CAPTURE}=true) and their spans"
+                yield location.unreadable(error, position=f"trace {printable_label(group.id)}", fix=fix)
 
-    def _units(self) -> list[TraceCalls]:
-        """What belongs together: by the conversation's id, else by the trace's. Lone calls of one service are told apart later."""
-        counts: dict[str, int] = {}
-        for key in (*self.calls, *self.agents, *self.runs):
-            counts[key[0]] = counts.get(key[0], 0) + 1
-        conversations = {key[0]: one.conversation for key, one in self.calls.items() if one.conversation}
-        found: dict[tuple[str, str], TraceCalls] = {}
-        for key, one in sorted(self.calls.items(), key=lambda item: (item[1].start, item[1].number)):
+    def _groups(self) -> list[CallGroup]:
+        """Groups calls by conversation id, else by trace id. Lone calls of one service are split by conversation."""
+        spans = Counter(key[0] for key in (*self.calls, *self.agents, *self.tools))
+        conversations = {key[0]: call.conversation for key, call in self.calls.items() if call.conversation}
+        groups: dict[tuple[str, str], CallGroup] = {}
+        for key, call in sorted(self.calls.items(), key=lambda item: (item[1].start, item[1].number)):
             conversation = conversations.get(key[0], "")
-            lone = not conversation and counts[key[0]] == 1 and not one.parent
-            name = ("calls of", one.service) if lone else ("conversation", conversation) if conversation else ("trace", key[0])
-            unit = found.setdefault(name, TraceCalls(id=conversation or key[0], lone=lone))
-            unit.calls.append(one)
-            unit.trace_ids.add(key[0])
-        by_trace = {trace_id: unit for unit in found.values() for trace_id in unit.trace_ids}
+            lone = not conversation and spans[key[0]] == 1 and not call.parent
+            name = ("calls of", call.service) if lone else ("conversation", conversation) if conversation else ("trace", key[0])
+            group = groups.setdefault(name, CallGroup(id=conversation or key[0], lone=lone))
+            group.calls.append(call)
+            group.trace_ids.add(key[0])
+        by_trace = {trace_id: group for group in groups.values() for trace_id in group.trace_ids}
         for key, agent in self.agents.items():
             if key[0] in by_trace:
                 by_trace[key[0]].agents[key] = agent
-        for key, run in self.runs.items():
+        for key, tool in self.tools.items():
             if key[0] in by_trace:
-                by_trace[key[0]].runs[key] = run
-        return [part for unit in found.values() for part in unit.parts()]
+                by_trace[key[0]].tools[key] = tool
+        return [part for group in groups.values() for part in group.split()]
 
-    def _span(self, span: Span) -> None:
+    def _add_span(self, span: Span) -> None:
         if span.key in self.parents:
             if span.parent != self.parents[span.key]:
-                raise ValueError("is there twice, with another parent; the first is kept")
+                raise ValueError("occurs twice, with different parents; the first is kept")
             return
         self.parents[span.key] = span.parent
         attributes = span.attributes
-        operation = attributes.get("gen_ai.operation.name")
+        operation, kind = attributes.get("gen_ai.operation.name"), attributes.get("openinference.span.kind")
         if operation == "execute_tool":
-            self.runs[span.key] = _run(span)
-        elif attributes.get("openinference.span.kind") == "TOOL":
-            self.runs[span.key] = _run_of_openinference(span)
-        elif operation in ("invoke_agent", "create_agent") or attributes.get("openinference.span.kind") == "AGENT":
-            name = printable_label(attributes.get("gen_ai.agent.name") or attributes.get("agent.name"))
-            self.agents[span.key] = AgentSpan(key=span.key, name=name, start=span.start)
-        spoken_there = any(name in attributes for name in _SPOKEN) or otel_indexed.has_messages(attributes)
-        if operation not in _CALLS and not spoken_there:
-            return
-        one = self._call(span)
-        one.parent, one.start, one.end, one.error, one.has_span = span.parent, span.start, span.end, span.error, True
-        one.of_agent = operation == "invoke_agent" or attributes.get("openinference.span.kind") == "AGENT"
-        self._take(one, attributes)
+            self.tools[span.key] = _tool_span(span)
+        elif kind == "TOOL":
+            self.tools[span.key] = _tool_span_of_openinference(span)
+        elif operation in ("invoke_agent", "create_agent") or kind == "AGENT":
+            self.agents[span.key] = AgentSpan(key=span.key, name=_first_label(attributes, _AGENT_NAME), start=span.start)
+        has_messages = any(name in attributes for name in _MESSAGE_ATTRIBUTES) or otel_indexed.has_messages(attributes)
+        if operation in _CALLS or has_messages:
+            call = self._call(span)
+            call.parent, call.start, call.end, call.error, call.has_span = span.parent, span.start, span.end, span.error, True
+            call.of_agent = operation == "invoke_agent" or kind == "AGENT"
+            self._add_attributes(call, attributes)
 
     def _call(self, of: Span | Event) -> ModelCall:
         if of.key not in self.calls:
-            self.calls[of.key] = ModelCall(key=of.key, number=len(self.calls), service=of.service, place=of.place)
+            self.calls[of.key] = ModelCall(key=of.key, number=len(self.calls), service=of.service, location=of.location)
         return self.calls[of.key]
 
-    def _event(self, event: Event) -> None:
-        if event.name in (DETAILS, *_WHOLE):
-            one = self._call(event)
-            told = {key: value for key, value in _fields(event).items() if key.startswith("gen_ai.")}
-            self._take(one, told)
+    def _add_event(self, event: Event) -> None:
+        if event.name in (DETAILS, *_WHOLE_EVENTS):
+            call = self._call(event)
+            self._add_attributes(call, {key: value for key, value in _fields(event).items() if key.startswith("gen_ai.")})
         elif event.name in _MESSAGE_EVENTS or event.name == _CHOICE:
-            one = self._call(event)
-            self._message_event(one, event)
+            call = self._call(event)
+            self._add_message_event(call, event)
         else:
             return
-        if not one.has_span:
-            one.start = min(filter(None, (one.start, event.at)), default=0)
-            one.end = max(one.end, event.at)
+        if not call.has_span:
+            call.start = min(filter(None, (call.start, event.at)), default=0)
+            call.end = max(call.end, event.at)
 
-    def _message_event(self, one: ModelCall, event: Event) -> None:
-        """A message in the form up to v1.36: that of a chat completion, with the role in the event's name."""
+    def _add_message_event(self, call: ModelCall, event: Event) -> None:
+        """Adds a message in the form up to v1.36: that of a chat completion, with the role in the event's name."""
         fields = ((key, value) for key, value in _fields(event).items() if not key.startswith("gen_ai."))
         body = {key: decode_json(value) if key in _STRUCTURED else value for key, value in fields}
         if event.name == _CHOICE:
             if body.get("index") not in (None, 0, "0"):
-                one.gaps.add("choices besides the first")
+                call.gaps.add(_EXTRA_CHOICES)
                 return
-            told = body.get("message")
-            if not isinstance(told, dict):
-                told = {"content": told} if isinstance(told, str) else {key: body[key] for key in ("content", "tool_calls") if key in body}
-            message, into, whole = {"role": "assistant", **told}, one.outputs, one.whole_outputs
+            choice = body.get("message")
+            if isinstance(choice, str):
+                choice = {"content": choice}
+            elif not isinstance(choice, dict):
+                choice = {key: body[key] for key in ("content", "tool_calls") if key in body}
+            message, into, complete = {"role": "assistant", **choice}, call.outputs, call.outputs_complete
         else:
             kept = {key: value for key, value in body.items() if key not in ("index", "message", "finish_reason")}
-            message, into, whole = {"role": _MESSAGE_EVENTS[event.name], **kept}, one.inputs, one.whole_inputs
-        if whole:  # attributes have the same messages
+            message, into, complete = {"role": _MESSAGE_EVENTS[event.name], **kept}, call.inputs, call.inputs_complete
+        if complete:
             return
         message["tool_call_id"] = message.pop("id", None) if message["role"] == "tool" else None
-        entry = self._kept(openai.parse_message(message, event.name, one.gaps))
-        again = (event.key, event.name, event.at, entry.full_hash)
-        if not event.at or again not in self.heard:
-            self.heard.add(again)
+        entry = self._entry(openai.parse_message(message, event.name, call.gaps))
+        key = (event.key, event.name, event.at, entry.full_hash)
+        if not event.at or key not in self.events:
+            self.events.add(key)
             into.append(entry)
 
-    def _take(self, one: ModelCall, attributes: Mapping[str, Any]) -> None:
-        """Takes over what the attributes of a call's span, or of its record, say."""
-        one.model = one.model or _first_label(attributes, _MODEL)
-        one.conversation = one.conversation or _first_label(attributes, _CONVERSATION)
-        one.agent_name = one.agent_name or _first_label(attributes, ("gen_ai.agent.name", "agent.name"))
-        if not one.inputs:
-            told = [*_instructions(attributes.get(_SYSTEM), one.gaps), *_messages(attributes, _INPUT, one.gaps)]
-            told = told or list(_plain(attributes, _PROMPT, "user", one.gaps))
-            told = told or list(otel_indexed.messages(attributes, otel_indexed.PROMPTS, "user", one.gaps, _message))
-            one.inputs, one.whole_inputs = [self._kept(message) for message in told], bool(told)
-        if not one.outputs:
-            said = list(_messages(attributes, _OUTPUT, one.gaps)) or list(_plain(attributes, _COMPLETION, "assistant", one.gaps))
-            said = said or list(otel_indexed.messages(attributes, otel_indexed.COMPLETIONS, "assistant", one.gaps, _message))
-            if len(said) > 1 and all(message.message.role == "assistant" for message in said):
-                one.gaps.add("choices besides the first", len(said) - 1)
-                said = said[:1]
-            one.outputs, one.whole_outputs = [self._kept(message) for message in said], bool(said)
-        if not one.tools and "gen_ai.tool.definitions" in attributes:
-            one.tools = tool_schemas(decode_json(attributes["gen_ai.tool.definitions"]), one.gaps)
-        elif not one.tools:
-            one.tools = tool_schemas(otel_indexed.definitions(attributes, one.gaps), one.gaps)
+    def _add_attributes(self, call: ModelCall, attributes: Mapping[str, Any]) -> None:
+        """Adds what the attributes of a call's span or log record hold."""
+        call.model = call.model or _first_label(attributes, _MODEL)
+        call.conversation = call.conversation or _first_label(attributes, _CONVERSATION)
+        call.agent_name = call.agent_name or _first_label(attributes, _AGENT_NAME)
+        if not call.inputs:
+            inputs = [*_instructions(attributes.get(_SYSTEM), call.gaps), *_messages(attributes, _INPUT, call.gaps)]
+            inputs = inputs or list(_plain_messages(attributes, _PROMPT, "user", call.gaps))
+            inputs = inputs or list(otel_indexed.messages(attributes, otel_indexed.PROMPTS, "user", call.gaps, _message))
+            call.inputs, call.inputs_complete = [self._entry(message) for message in inputs], bool(inputs)
+        if not call.outputs:
+            outputs = list(_messages(attributes, _OUTPUT, call.gaps))
+            outputs = outputs or list(_plain_messages(attributes, _COMPLETION, "assistant", call.gaps))
+            outputs = outputs or list(otel_indexed.messages(attributes, otel_indexed.COMPLETIONS, "assistant", call.gaps, _message))
+            if len(outputs) > 1 and all(message.message.role == "assistant" for message in outputs):
+                call.gaps.add(_EXTRA_CHOICES, len(outputs) - 1)
+                outputs = outputs[:1]
+            call.outputs, call.outputs_complete = [self._entry(message) for message in outputs], bool(outputs)
+        if not call.tools and "gen_ai.tool.definitions" in attributes:
+            call.tools = values.tool_schemas(decode_json(attributes["gen_ai.tool.definitions"]), call.gaps)
+        elif not call.tools:
+            call.tools = values.tool_schemas(otel_indexed.definitions(attributes, call.gaps), call.gaps)
 
-    def _kept(self, message: ImportedMessage) -> MessageEntry:
-        """The one entry of this message."""
+    def _entry(self, message: ImportedMessage) -> MessageEntry:
+        """The shared entry of this message."""
         self.messages += 1
         entry = MessageEntry.of(message)
-        if entry.full_hash not in self.seen:
-            self.seen[entry.full_hash] = entry
+        if entry.full_hash not in self.distinct:
+            self.distinct[entry.full_hash] = entry
             self.chars += len(message.message.content) + len(message.reasoning)
         if self.messages > MOST_MESSAGES or self.chars > MOST_CHARS:
             raise UserError("the spans hold more messages than can be read at once", fix="import the files one by one")
-        return self.seen[entry.full_hash]
+        return self.distinct[entry.full_hash]
 
 
-def _run(span: Span) -> ToolSpan:
+def _tool_span(span: Span) -> ToolSpan:
     attributes = span.attributes
-    arguments = attributes.get("gen_ai.tool.call.arguments")
     result = attributes.get("gen_ai.tool.call.result")
     return ToolSpan(
         key=span.key,
         name=printable_label(attributes.get("gen_ai.tool.name")),
         id=as_string(attributes.get("gen_ai.tool.call.id"), "gen_ai.tool.call.id"),
-        arguments=None if arguments is None else decode_json(arguments),
+        arguments=decode_json(attributes.get("gen_ai.tool.call.arguments")),
         result=None if result is None else as_text(result, "gen_ai.tool.call.result"),
-        failed=bool(span.error),
         error=span.error,
         start=span.start,
         end=span.end,
     )
 
 
-def _run_of_openinference(span: Span) -> ToolSpan:
+def _tool_span_of_openinference(span: Span) -> ToolSpan:
     attributes = span.attributes
     arguments = decode_json(attributes.get("tool.parameters", attributes.get("input.value")))
     result = attributes.get("output.value")
@@ -249,7 +236,6 @@ def _run_of_openinference(span: Span) -> ToolSpan:
         id=as_string(attributes.get("tool_call.id"), "tool_call.id"),
         arguments=arguments if isinstance(arguments, dict) else None,
         result=None if result is None else as_text(result, "output.value"),
-        failed=bool(span.error),
         error=span.error,
         start=span.start,
         end=span.end,
@@ -257,20 +243,20 @@ def _run_of_openinference(span: Span) -> ToolSpan:
 
 
 def _first_label(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The first of some attributes that is set."""
+    """The first of these attributes that is set."""
     return printable_label(next((attributes[key] for key in keys if attributes.get(key)), None))
 
 
 def _fields(event: Event) -> dict[str, Any]:
     """The content of an event, from its body, its attributes, or the attribute that holds all of it as JSON."""
-    found: dict[str, Any] = {}
-    for told in (event.body, event.attributes.get("gen_ai.event.content")):
-        value = decode_json(told)
-        found |= value if isinstance(value, dict) else {"content": told} if isinstance(told, str) else {}
-    return found | {key: value for key, value in event.attributes.items() if key in _OF_A_MESSAGE or key.startswith("gen_ai.")}
+    fields: dict[str, Any] = {}
+    for content in (event.body, event.attributes.get("gen_ai.event.content")):
+        value = decode_json(content)
+        fields |= value if isinstance(value, dict) else {"content": content} if isinstance(content, str) else {}
+    return fields | {key: value for key, value in event.attributes.items() if key in _MESSAGE_FIELDS or key.startswith("gen_ai.")}
 
 
-def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
+def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
     """The messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
@@ -281,7 +267,7 @@ def _plain(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> I
 
 
 def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """The messages of an attribute, JSON text or structured. One that was cut off by the emitter is a gap, not an error."""
+    """The messages of an attribute, JSON text or structured. Text that the emitter has cut off is a gap, not an error."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         gaps.add(f"{name} of a call: it is no JSON, perhaps cut by the emitter's limit")
@@ -291,42 +277,41 @@ def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[
 
 
 def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """A message in parts. Answers of tools are messages of their own, whatever message they came in."""
+    """The messages of one message in parts: each tool result in it is a separate message."""
     if "parts" not in item:
         yield openai.parse_message(item, what, gaps)
         return
     role = as_string(item.get("role"), f"{what}.role")
     texts: list[str] = []
-    thoughts: list[str] = []
-    calls, ids, answers = [], [], []
+    reasoning: list[str] = []
+    calls, ids, results = [], [], []
     for number, part in enumerate(as_objects(item["parts"], f"{what}.parts")):
-        sort, at = part.get("type"), f"{what}.parts[{number}]"
-        if sort == "text":
+        kind, at = part.get("type"), f"{what}.parts[{number}]"
+        if kind == "text":
             texts.append(as_string(part.get("content"), at))
-        elif sort == "reasoning":
-            thoughts.append(as_string(part.get("content"), at))
-        elif sort == "tool_call":
-            calls.append(build_tool_call(part.get("name"), part.get("arguments"), at, gaps))
+        elif kind == "reasoning":
+            reasoning.append(as_string(part.get("content"), at))
+        elif kind == "tool_call":
+            calls.append(values.build_tool_call(part.get("name"), part.get("arguments"), at, gaps))
             ids.append(as_string(part.get("id"), f"{at}.id"))
-        elif sort == "tool_call_response":
+        elif kind == "tool_call_response":
             result = part.get("response", part.get("result"))
-            answers.append(
-                build_message("tool", as_text("" if result is None else result, at), answers=as_string(part.get("id"), f"{at}.id"))
-            )
+            text = as_text("" if result is None else result, at)
+            results.append(build_message("tool", text, answers=as_string(part.get("id"), f"{at}.id")))
         else:
-            gaps.add(f"parts of type {printable_label(sort) or 'unknown'}: only text, reasoning and tools are kept")
-    if texts or calls or thoughts or not answers:
-        yield build_message(role, "\n".join(texts), calls=calls, call_ids=ids, reasoning="\n".join(thoughts))
-    yield from answers
+            gaps.add(f"parts of type {printable_label(kind) or 'unknown'}: only text, reasoning and tools are kept")
+    if texts or calls or reasoning or not results:
+        yield build_message(role, "\n".join(texts), calls=calls, call_ids=ids, reasoning="\n".join(reasoning))
+    yield from results
 
 
 def _instructions(value: Any, gaps: Gaps) -> Sequence[ImportedMessage]:
-    """`gen_ai.system_instructions`, which are apart from the messages."""
+    """The messages of `gen_ai.system_instructions`."""
     parts = decode_json(value)
     if parts is None:
         return ()
     if isinstance(parts, str):
         return (build_message("system", parts),)
     if not isinstance(parts, list):
-        raise ValueError(f"{_SYSTEM} is {type_name(parts)}, not a list")
+        raise ValueError(f"{_SYSTEM} is {values.type_name(parts)}, not a list")
     return tuple(_message({"role": "system", "parts": parts}, _SYSTEM, gaps))

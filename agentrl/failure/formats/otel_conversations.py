@@ -1,7 +1,7 @@
-"""One conversation for each agent from model calls that each repeat the conversation before them.
+"""Builds one conversation per agent from model calls, each of which repeats the conversation before it.
 
-A call whose input begins with all that is known of a conversation goes on with it; any other begins a new one. Messages are compared by
-what emitters repeat faithfully: some leave out the text of an answer that calls tools when they tell it again.
+A call whose input starts with a known conversation continues it; any other call starts a new one. Messages are compared by the parts that
+emitters repeat faithfully: some omit the text of an answer with tool calls when they repeat it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from agentrl.failure.formats.values import Gaps, build_message, build_origin
 from agentrl.failure.trace import ImportedMessage, Trace
 
 DEEPEST = 14
-"""Levels of agents that are told inside one another; deeper ones are told after the others."""
+"""Levels of nested agents. The messages of deeper ones come after all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageEntry:
-    """A message, with hashes of what it is."""
+    """A message with its hashes."""
 
-    spoken: ImportedMessage
-    repeat_hash: bytes  # what stays the same when a later call repeats it
+    message: ImportedMessage
+    repeat_hash: bytes  # of the parts that stay the same when a later call repeats it
     full_hash: bytes
 
     @classmethod
     def of(cls, one: ImportedMessage) -> MessageEntry:
-        told = one.message
-        calls = [[made.name, dict(made.arguments)] for made in told.tool_calls]
-        same = [told.role, calls or told.content, one.call_ids, one.answers]
-        return cls(one, _hash(same), _hash([same, told.content, one.reasoning]))
+        """The entry of a message."""
+        message = one.message
+        calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+        repeated = [message.role, calls or message.content, one.call_ids, one.answers]
+        return cls(one, _hash(repeated), _hash([repeated, message.content, one.reasoning]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,29 +46,29 @@ class ModelCall:
     """One call of a model."""
 
     key: SpanKey
-    number: int  # in the order of reading
+    number: int  # in reading order
     service: str
-    place: SourceLocation
+    location: SourceLocation
     parent: str = ""
     start: int = 0  # ns since 1970
     end: int = 0
     error: str = ""
     has_span: bool = False
-    of_agent: bool = False  # told by the span of a whole agent
+    of_agent: bool = False  # taken from the span of a whole agent
     model: str = ""
     conversation: str = ""
     agent_name: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     inputs: list[MessageEntry] = field(default_factory=list)
     outputs: list[MessageEntry] = field(default_factory=list)
-    whole_inputs: bool = False  # attributes have all of them, so events repeat them
-    whole_outputs: bool = False
+    inputs_complete: bool = False  # attributes hold all of them, so events repeat them
+    outputs_complete: bool = False
     gaps: Gaps = field(default_factory=Gaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSpan:
-    """The span of an agent at work."""
+    """The span of an agent."""
 
     key: SpanKey
     name: str
@@ -76,156 +77,154 @@ class AgentSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpan:
-    """The span of a tool at work. `arguments` and `result` are None where they were not told."""
+    """The span of a tool call. `arguments` and `result` are None if they were not captured."""
 
     key: SpanKey
     name: str
     id: str
     arguments: Any
     result: str | None
-    failed: bool
-    error: str  # its type; empty where it did not fail
+    error: str  # its type; empty if the call did not fail
     start: int
     end: int
 
 
 @dataclass(slots=True)
 class DraftConversation:
-    """One conversation as far as it is put together: messages with the time they were first told at."""
+    """A conversation under construction: messages with the times at which they first occurred."""
 
     entries: list[tuple[ImportedMessage, int]] = field(default_factory=list)
     calls: list[ModelCall] = field(default_factory=list)
     label: str = ""
-    before: dict[int, list[SpanKey]] = field(default_factory=dict)  # place of an answer -> agents whose work it came of
+    before: dict[int, list[SpanKey]] = field(default_factory=dict)  # index of a result -> agents that worked on it
     after: list[SpanKey] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class TraceCalls:
+class CallGroup:
     """Calls that become one trace."""
 
     id: str
-    lone: bool = False  # calls without anything around them, perhaps of many conversations
+    lone: bool = False  # calls without other spans around them, perhaps of many conversations
     calls: list[ModelCall] = field(default_factory=list)
     agents: dict[SpanKey, AgentSpan] = field(default_factory=dict)
-    runs: dict[SpanKey, ToolSpan] = field(default_factory=dict)
+    tools: dict[SpanKey, ToolSpan] = field(default_factory=dict)
     trace_ids: set[str] = field(default_factory=set)
 
-    def parts(self) -> list[TraceCalls]:
-        """Lone calls told apart by conversation; any other unit is one."""
+    def split(self) -> list[CallGroup]:
+        """Lone calls as one group per conversation; any other group unchanged."""
         if not self.lone:
             return [self]
-        return [TraceCalls(id=draft.calls[0].key[0], calls=draft.calls) for draft in join_calls(self.calls)]
+        return [CallGroup(id=draft.calls[0].key[0], calls=draft.calls) for draft in join_calls(self.calls)]
 
 
 def join_calls(calls: Iterable[ModelCall]) -> list[DraftConversation]:
-    """The conversations of calls in the order of time."""
+    """Joins calls, ordered by time, into conversations."""
     drafts: list[DraftConversation] = []
-    ends: dict[bytes, DraftConversation] = {}  # hash of all that is known of a conversation -> it
+    ends: dict[bytes, DraftConversation] = {}  # hash of a whole conversation -> it
     for call in calls:
         prefixes = [b""]
         for entry in call.inputs:
-            prefixes.append(_next(prefixes[-1], entry))
+            prefixes.append(_chained_hash(prefixes[-1], entry))
         known = next((length for length in range(len(call.inputs), 0, -1) if prefixes[length] in ends), 0)
         draft = ends.pop(prefixes[known]) if known else DraftConversation()
         if not known:
             drafts.append(draft)
         draft.calls.append(call)
-        draft.entries += [(entry.spoken, call.start) for entry in call.inputs[known:]]
-        draft.entries += [(entry.spoken, call.end) for entry in call.outputs]
+        draft.entries += [(entry.message, call.start) for entry in call.inputs[known:]]
+        draft.entries += [(entry.message, call.end) for entry in call.outputs]
         end = prefixes[-1]
         for entry in call.outputs:
-            end = _next(end, entry)
+            end = _chained_hash(end, entry)
         if end:
             ends[end] = draft
     return drafts
 
 
-def trace_of_calls(unit: TraceCalls, where: Mapping[str, str], parents: Mapping[SpanKey, str]) -> Trace:
-    """The trace of a unit. Raises `ValueError` where nothing of what was said was told."""
+def trace_of_calls(group: CallGroup, location: Mapping[str, str], parents: Mapping[SpanKey, str]) -> Trace:
+    """The trace of a group of calls. Raises `ValueError` if none of its messages has content."""
     gaps = Gaps()
-    above = _Above(unit, parents, gaps)
-    work: dict[SpanKey | None, list[ModelCall]] = {}
-    for call in unit.calls:
-        work.setdefault(call.key if call.of_agent else above.at(call.key[0], call.parent)[0], []).append(call)
-        _note(call, gaps)
+    callers = _Callers(group, parents, gaps)
+    calls_by_agent: dict[SpanKey | None, list[ModelCall]] = {}
+    for call in group.calls:
+        calls_by_agent.setdefault(call.key if call.of_agent else callers.at(call.key[0], call.parent)[0], []).append(call)
+        _note_gaps(call, gaps)
     taken: dict[str, int] = {}
     drafts: dict[SpanKey | None, list[DraftConversation]] = {}
-    for key, calls in work.items():
-        inner = [call for call in calls if not call.of_agent]
-        drafts[key] = join_calls(inner or calls)
-        name = unit.agents[key].name if key in unit.agents else calls[0].agent_name
+    for key, calls in calls_by_agent.items():
+        drafts[key] = join_calls([call for call in calls if not call.of_agent] or calls)
+        name = group.agents[key].name if key in group.agents else calls[0].agent_name
         for draft in drafts[key]:
             draft.label = unique_label(name or ("agent" if key is not None else ""), taken)
         if len(drafts[key]) > 1:
             gaps.add("how the conversations of one agent follow from one another", len(drafts[key]) - 1)
-    _hang_together(unit, drafts, above, gaps)
-    said = list(_told(drafts))
-    if not any(one.message.content for one, _ in said):
-        raise ValueError("tells no contents of messages")
-    first = unit.calls[0]
-    base = min((at for _, at in said if at), default=0)
-    known = build_origin(id=unit.id, service=first.service, conversation=first.conversation, model=first.model, started=_iso(base))
+    _link_agents(group, drafts, callers, gaps)
+    messages = list(_in_order(drafts))
+    if not any(one.message.content for one, _ in messages):
+        raise ValueError("contains no message texts")
+    first = group.calls[0]
+    base = min((at for _, at in messages if at), default=0)
+    started = (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=base // 1000)).isoformat() if base else ""
+    origin = build_origin(id=group.id, service=first.service, conversation=first.conversation, model=first.model, started=started)
     models = {f"model:{draft.label}": draft.calls[0].model for some in drafts.values() for draft in some if draft.label}
-    timed = tuple(replace(one, at_s=(at - base) / 1e9 if at and base else None) for one, at in said)
-    offered = next((call.tools for call in unit.calls if call.tools), ())
-    return build_trace("otel", timed, {**where, **known, **build_origin(**models)}, gaps, tools=[dict(tool) for tool in offered])
+    timed = tuple(replace(one, at_s=(at - base) / 1e9 if at and base else None) for one, at in messages)
+    tools = next((call.tools for call in group.calls if call.tools), ())
+    return build_trace("otel", timed, {**location, **origin, **build_origin(**models)}, gaps, tools=[dict(tool) for tool in tools])
 
 
-def _note(call: ModelCall, gaps: Gaps) -> None:
-    """What a call does not tell."""
-    gaps.same_as(call.gaps)  # a call repeats the messages of those before it
+def _note_gaps(call: ModelCall, gaps: Gaps) -> None:
+    gaps.merge_repeated(call.gaps)  # a call repeats the messages of earlier calls
     if not call.inputs:
-        gaps.add("what a call of the model was asked")
+        gaps.add("the prompt of a model call")
     if call.error:
         gaps.add(f"an answer of the model: the call failed, {call.error}")
     elif not call.outputs:
         gaps.add("an answer of the model")
     if not call.has_span:
-        gaps.add("the span of a call: only records of it are there")
+        gaps.add("the span of a call: only log records of it exist")
 
 
-class _Above:
-    """What stands above a span: the nearest agent, and the tool that this agent had called there."""
+class _Callers:
+    """Finds what is above a span: the nearest agent, and the tool that this agent had called."""
 
-    def __init__(self, unit: TraceCalls, parents: Mapping[SpanKey, str], gaps: Gaps) -> None:
-        self._unit, self._parents, self._gaps = unit, parents, gaps
+    def __init__(self, group: CallGroup, parents: Mapping[SpanKey, str], gaps: Gaps) -> None:
+        self._group, self._parents, self._gaps = group, parents, gaps
         self._known: dict[SpanKey, tuple[SpanKey | None, SpanKey | None]] = {}
 
-    def caller(self, key: SpanKey) -> tuple[SpanKey | None, SpanKey | None]:
-        """(agent, tool) above a span; the tool is the one that this agent called."""
+    def above(self, key: SpanKey) -> tuple[SpanKey | None, SpanKey | None]:
+        """(agent, tool) above a span."""
         return self.at(key[0], self._parents.get(key, ""))
 
     def at(self, trace_id: str, span: str) -> tuple[SpanKey | None, SpanKey | None]:
-        """The same at or above a span."""
+        """(agent, tool) at or above a span."""
         path: list[SpanKey] = []
-        met: set[SpanKey] = set()
+        seen: set[SpanKey] = set()
         key = (trace_id, span)
-        found: tuple[SpanKey | None, SpanKey | None] = (None, None)
+        caller: tuple[SpanKey | None, SpanKey | None] = (None, None)
         while key[1]:
             if key in self._known:
-                found = self._known[key]
+                caller = self._known[key]
                 break
-            if key in met or key not in self._parents:
-                self._gaps.add("who called a span: parents form a cycle" if key in met else "a span above others")
+            if key in seen or key not in self._parents:
+                self._gaps.add("who called a span: parents form a cycle" if key in seen else "a span above others")
                 break
-            met.add(key)
+            seen.add(key)
             path.append(key)
-            if key in self._unit.agents:
+            if key in self._group.agents:
                 break
             key = (trace_id, self._parents[key])
-        for one in reversed(path):
-            if one in self._unit.agents:
-                found = (one, None)
-            elif one in self._unit.runs and found[1] is None:
-                found = (found[0], one)
-            self._known[one] = found
-        return found
+        for key in reversed(path):
+            if key in self._group.agents:
+                caller = (key, None)
+            elif key in self._group.tools and caller[1] is None:
+                caller = (caller[0], key)
+            self._known[key] = caller
+        return caller
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A tool call in a conversation, and where its answer stands."""
+    """A tool call in a conversation, and the index of its result."""
 
     draft: DraftConversation
     id: str
@@ -235,65 +234,65 @@ class _Slot:
     used: bool = False
 
 
-def _hang_together(unit: TraceCalls, drafts: Mapping[SpanKey | None, list[DraftConversation]], above: _Above, gaps: Gaps) -> None:
-    """Finds the call of each tool's span, and puts the agents that worked for it before its answer."""
-    runs: dict[SpanKey | None, list[ToolSpan]] = {}
-    for run in sorted(unit.runs.values(), key=lambda run: run.start):
-        runs.setdefault(above.caller(run.key)[0], []).append(run)
+def _link_agents(group: CallGroup, drafts: Mapping[SpanKey | None, list[DraftConversation]], callers: _Callers, gaps: Gaps) -> None:
+    """Assigns tool spans to tool calls, and puts the agents below a tool span before the call's result."""
+    tools_by_agent: dict[SpanKey | None, list[ToolSpan]] = {}
+    for tool in sorted(group.tools.values(), key=lambda tool: tool.start):
+        tools_by_agent.setdefault(callers.above(tool.key)[0], []).append(tool)
     slots: dict[SpanKey, _Slot] = {}
-    for key, some in runs.items():
-        finder = _Finder(drafts.get(key, []))
-        for run in some:
-            slot = finder.find(run)
+    for agent, tools in tools_by_agent.items():
+        matcher = _SlotMatcher(drafts.get(agent, []))
+        for tool in tools:
+            slot = matcher.match(tool)
             if slot is None:
-                gaps.add("the call that a tool's span is of")
+                gaps.add("the call that a tool's span belongs to")
             else:
-                slots[run.key] = slot
-                _answered(slot, run, gaps)
+                slots[tool.key] = slot
+                _add_result(slot, tool, gaps)
     for key in drafts:
-        if key is None or key not in unit.agents:
+        if key is None or key not in group.agents:
             continue
-        caller, tool = above.caller(key)
+        caller, tool_key = callers.above(key)
         if caller == key or caller not in drafts:
             continue
-        slot = slots.get(tool) if tool is not None else None
+        slot = slots.get(tool_key) if tool_key is not None else None
         if slot is not None and slot.answer is not None:
             slot.draft.before.setdefault(slot.answer, []).append(key)
         else:
             drafts[caller][-1].after.append(key)
 
 
-def _answered(slot: _Slot, run: ToolSpan, gaps: Gaps) -> None:
-    """Takes over what a tool's span says of its call's answer."""
-    entries = slot.draft.entries
+def _add_result(slot: _Slot, tool: ToolSpan, gaps: Gaps) -> None:
+    """Adds what a tool's span says about the result of its call."""
+    entries, failed = slot.draft.entries, bool(tool.error)
     if slot.answer is not None:
         one, at = entries[slot.answer]
-        entries[slot.answer] = (replace(one, failed=one.failed or run.failed, error=one.error or run.error), run.end or at)
-    elif run.result is not None:
-        slot.answer = len(entries)
-        entries.append((replace(build_message("tool", run.result, answers=slot.id, failed=run.failed), error=run.error), run.end))
-    else:
-        gaps.add("the answer of a tool call")
-        if run.failed:  # that it failed is known, and of what
-            slot.answer = len(entries)
-            entries.append((replace(build_message("tool", "", answers=slot.id, failed=True), error=run.error), run.end))
+        entries[slot.answer] = (replace(one, failed=one.failed or failed, error=one.error or tool.error), tool.end or at)
+        return
+    if tool.result is None:
+        gaps.add("the result of a tool call")
+        if not failed:
+            return
+    slot.answer = len(entries)
+    result = build_message("tool", tool.result or "", answers=slot.id, failed=failed)
+    entries.append((replace(result, error=tool.error), tool.end))
 
 
-class _Finder:
-    """The calls of one agent's conversations, by what a tool's span may say of them."""
+class _SlotMatcher:
+    """Matches tool spans with the tool calls of one agent's conversations."""
 
     def __init__(self, drafts: Sequence[DraftConversation]) -> None:
-        self._by: dict[Any, deque[_Slot]] = {}
+        self._slots: dict[Any, deque[_Slot]] = {}
         for draft in drafts:
             for slot in _slots(draft):
-                for name in (("id", slot.id), ("both", slot.name, _hash(slot.arguments)), ("name", slot.name)):
-                    self._by.setdefault(name, deque()).append(slot)
+                for key in (("id", slot.id), ("both", slot.name, _hash(slot.arguments)), ("name", slot.name)):
+                    self._slots.setdefault(key, deque()).append(slot)
 
-    def find(self, run: ToolSpan) -> _Slot | None:
-        """The first call not found before that the span can be of: by its id, else by name and arguments, else by name."""
-        names: list[Any] = [("id", run.id)] if run.id else [("both", run.name, _hash(run.arguments)), ("name", run.name)]
-        for name in names:
-            waiting = self._by.get(name, deque())
+    def match(self, tool: ToolSpan) -> _Slot | None:
+        """The first unmatched call with the span's id; without an id, with its name and arguments, or else its name."""
+        keys: list[Any] = [("id", tool.id)] if tool.id else [("both", tool.name, _hash(tool.arguments)), ("name", tool.name)]
+        for key in keys:
+            waiting = self._slots.get(key, deque())
             while waiting:
                 slot = waiting.popleft()
                 if not slot.used:
@@ -303,54 +302,47 @@ class _Finder:
 
 
 def _slots(draft: DraftConversation) -> list[_Slot]:
-    made: list[_Slot] = []
+    slots: list[_Slot] = []
     by_id: dict[str, _Slot] = {}
-    unnamed: deque[_Slot] = deque()
-    for place, (one, _) in enumerate(draft.entries):
+    without_id: deque[_Slot] = deque()
+    for index, (one, _) in enumerate(draft.entries):
         for number, call in enumerate(one.message.tool_calls):
             id = one.call_ids[number] if number < len(one.call_ids) else ""
             slot = _Slot(draft, id, call.name, dict(call.arguments))
-            made.append(slot)
+            slots.append(slot)
             if id:
                 by_id[id] = slot
             else:
-                unnamed.append(slot)
+                without_id.append(slot)
         if one.message.role == "tool":
-            answered = by_id.get(one.answers) if one.answers else unnamed.popleft() if unnamed else None
+            answered = by_id.get(one.answers) if one.answers else without_id.popleft() if without_id else None
             if answered is not None and answered.answer is None:
-                answered.answer = place
-    return made
+                answered.answer = index
+    return slots
 
 
-def _told(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Iterator[tuple[ImportedMessage, int]]:
-    """All that was said, each agent's words before the answer that came of them; who nobody called in the order of time."""
-    inside = {key for some in drafts.values() for draft in some for keys in (*draft.before.values(), draft.after) for key in keys}
-    left = dict.fromkeys(drafts)
-    order = [key for key in drafts if key not in inside]
+def _in_order(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Iterator[tuple[ImportedMessage, int]]:
+    """Yields all messages, a sub-agent's before the result that they led to. Agents without a caller come in order of time."""
+    called = {key for some in drafts.values() for draft in some for keys in (*draft.before.values(), draft.after) for key in keys}
+    remaining = dict.fromkeys(drafts)
 
-    def tell(key: SpanKey | None, depth: int) -> Iterator[tuple[ImportedMessage, int]]:
-        if key not in left or depth > DEEPEST:
+    def messages(key: SpanKey | None, depth: int) -> Iterator[tuple[ImportedMessage, int]]:
+        if key not in remaining or depth > DEEPEST:
             return
-        del left[key]
+        del remaining[key]
         for draft in drafts[key]:
-            for place, (one, at) in enumerate(draft.entries):
-                for inner in draft.before.get(place, ()):
-                    yield from tell(inner, depth + 1)
+            for index, (one, at) in enumerate(draft.entries):
+                for child in draft.before.get(index, ()):
+                    yield from messages(child, depth + 1)
                 yield replace(one, agent=draft.label), at
-            for inner in draft.after:
-                yield from tell(inner, depth + 1)
+            for child in draft.after:
+                yield from messages(child, depth + 1)
 
-    for key in order:
-        yield from tell(key, 0)
-    for key in drafts:  # those that are left: agents that call each other in a circle, or deeper than is told
-        yield from tell(key, 0)
+    for key in [*(key for key in drafts if key not in called), *drafts]:  # at the end those in a cycle, or too deep
+        yield from messages(key, 0)
 
 
-def _iso(at: int) -> str:
-    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at // 1000)).isoformat() if at else ""
-
-
-def _next(before: bytes, entry: MessageEntry) -> bytes:
+def _chained_hash(before: bytes, entry: MessageEntry) -> bytes:
     return hashlib.sha256(before + entry.repeat_hash).digest()[:16]
 
 

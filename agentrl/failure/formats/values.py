@@ -1,4 +1,4 @@
-"""Values of somebody else's JSON, taken as what they claim to be or refused with a `ValueError` that names them."""
+"""Checked values of third-party JSON. A value of the wrong type raises a `ValueError` that names it."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ from agentrl.failure.trace import ImportedMessage
 from agentrl.records import Message, ToolCall, fields
 
 UNPARSED = "__unparsed__"
-"""The one argument of a call whose arguments are no JSON object: their text, as it was written."""
-
-_LABEL = 200  # characters of a name or id that is kept to be shown
-_GAPS = 40  # kinds of gaps that are told apart in one trace
+"""The one argument of a call whose arguments are not a JSON object; its value is their text."""
+_MAX_LABEL = 200  # characters
+_MAX_GAPS = 40  # kinds of gaps in one trace
+_TYPE_NAMES = {
+    str: "a text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
 
 
 class Gaps:
-    """What a trace does not hold, in words, each said once with how often it was met."""
+    """Descriptions of what a trace's source did not contain, with counts."""
 
     def __init__(self) -> None:
-        self._met: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
-    def add(self, what: str, times: int = 1) -> None:
-        self._met[what if what in self._met or len(self._met) < _GAPS else "other things"] += times
+    def add(self, description: str, times: int = 1) -> None:
+        """Counts a gap."""
+        known = description in self._counts or len(self._counts) < _MAX_GAPS
+        self._counts[description if known else "other things"] += times
 
-    def same_as(self, other: Gaps) -> None:
-        """Takes over what another one met that may have met the same again: the larger count of each."""
-        for what, times in other._met.items():
-            self.add(what, max(0, times - self._met[what]))
+    def merge_repeated(self, other: Gaps) -> None:
+        """Merges gaps that may repeat these: takes the larger count of each."""
+        for description, times in other._counts.items():
+            self.add(description, max(0, times - self._counts[description]))
 
     def descriptions(self) -> tuple[str, ...]:
-        return tuple(what if times == 1 else f"{what} ({times} times)" for what, times in self._met.items())
+        """The descriptions, with their counts above 1."""
+        return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in self._counts.items())
 
 
 def type_name(value: Any) -> str:
-    """What a JSON value is, for messages: "a text", "an object"."""
-    names = {
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-        type(None): "null",
-    }
-    return names.get(type(value), "something else")
+    """The type of a JSON value, for messages: "a text", "an object"."""
+    return _TYPE_NAMES.get(type(value), "something else")
 
 
 def as_objects(value: Any, what: str) -> list[dict[str, Any]]:
-    """A list of objects; null is an empty one."""
+    """Returns a list of objects; null is an empty list. `what` names the value in errors, here and below."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -64,7 +66,7 @@ def as_objects(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def as_object(value: Any, what: str) -> dict[str, Any]:
-    """An object; null is an empty one."""
+    """Returns an object; null is an empty one."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -73,7 +75,7 @@ def as_object(value: Any, what: str) -> dict[str, Any]:
 
 
 def as_string(value: Any, what: str) -> str:
-    """A text; null is an empty one."""
+    """Returns a text; null is an empty one."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -81,32 +83,32 @@ def as_string(value: Any, what: str) -> str:
     return value
 
 
+def object_or_empty(value: Any) -> dict[str, Any]:
+    """Returns an object, or an empty one for any other value."""
+    return value if isinstance(value, dict) else {}
+
+
 def printable_label(value: Any) -> str:
-    """A name or id as it can be shown and stored: bounded, printable, in one line. Anything but a text or whole number is none."""
+    """A name or id as one bounded, printable line; empty for values other than texts and whole numbers."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return ""
     if isinstance(value, int):
         return str(value) if abs(value) < 1 << 63 else ""
-    return " ".join(user_code.printable(fields.text(value), _LABEL).split())
-
-
-def object_or_empty(value: Any) -> dict[str, Any]:
-    """`value` where it is an object, else an empty one: for what is taken if it is there."""
-    return value if isinstance(value, dict) else {}
+    return " ".join(user_code.printable(fields.text(value), _MAX_LABEL).split())
 
 
 def message_text(value: Any, what: str, gaps: Gaps) -> str:
-    """The text of a message: a text, or a list of parts whose texts are joined by newlines; parts that are no text are gaps."""
+    """The text of a message: a text, or the joined texts of a list of parts. Parts without text are gaps."""
     if value is None or isinstance(value, str):
         return value or ""
     texts = []
     for number, part in enumerate(as_objects(value, what)):
-        sort = part.get("type")
-        text = part.get("refusal" if sort == "refusal" else "text")
+        kind = part.get("type")
+        text = part.get("refusal" if kind == "refusal" else "text")
         if isinstance(text, str):
             texts.append(text)
         else:
-            gaps.add(f"content of type {printable_label(sort) or 'unknown'}: only text is kept")
+            gaps.add(f"content of type {printable_label(kind) or 'unknown'}: only text is kept")
             as_string(text, f"{what}[{number}].text")
     return "\n".join(texts)
 
@@ -121,30 +123,8 @@ def decode_json(value: Any) -> Any:
         return value
 
 
-def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
-    """A tool call whose arguments are an object, or JSON text of one. Any other text is kept under `UNPARSED`."""
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{what} names no function: {type_name(name)} in place of its name")
-    if arguments is None or arguments == "":
-        gaps.add("arguments of a tool call")
-        return ToolCall(name=name, arguments={})
-    parsed = decode_json(arguments)
-    if isinstance(parsed, dict):
-        try:
-            return ToolCall(name=name, arguments=parsed)
-        except ValueError:  # NaN, a number without end, nested too deep, half of a surrogate pair
-            pass
-    return ToolCall(name=name, arguments={UNPARSED: fields.text(arguments if isinstance(arguments, str) else as_text(arguments, what))})
-
-
-def arguments_text(made: ToolCall) -> str:
-    """The arguments of a call as JSON text, or as the text that was none."""
-    unparsed = made.arguments.get(UNPARSED)
-    return unparsed if isinstance(unparsed, str) and len(made.arguments) == 1 else json.dumps(dict(made.arguments), ensure_ascii=False)
-
-
 def as_text(value: Any, what: str) -> str:
-    """A text as it is, any other value as JSON."""
+    """Returns a text unchanged, and any other value as JSON."""
     if isinstance(value, str):
         return value
     try:
@@ -153,11 +133,33 @@ def as_text(value: Any, what: str) -> str:
         raise ValueError(f"{what} is nested too deep") from None
 
 
+def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
+    """Builds a call whose arguments are an object, or JSON text of one. Any other text is kept under `UNPARSED`."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{what} names no function: its name is {type_name(name)}")
+    if arguments is None or arguments == "":
+        gaps.add("arguments of a tool call")
+        return ToolCall(name=name, arguments={})
+    parsed = decode_json(arguments)
+    if isinstance(parsed, dict):
+        try:
+            return ToolCall(name=name, arguments=parsed)
+        except ValueError:  # NaN, infinity, nested too deep, half of a surrogate pair
+            pass
+    return ToolCall(name=name, arguments={UNPARSED: fields.text(as_text(arguments, what))})
+
+
+def arguments_text(call: ToolCall) -> str:
+    """The arguments of a call as JSON text, or the text that could not be parsed."""
+    unparsed = call.arguments.get(UNPARSED)
+    return unparsed if isinstance(unparsed, str) and len(call.arguments) == 1 else json.dumps(dict(call.arguments), ensure_ascii=False)
+
+
 def build_message(
     role: str, text: str, *, calls: Sequence[ToolCall] = (), call_ids: Sequence[str] = (), answers: str = "", failed: bool = False,
     reasoning: str = "", agent: str = "", at_s: float | None = None,
 ) -> ImportedMessage:  # fmt: skip
-    """A message; a role is an identifier of at most 40 characters."""
+    """Builds a message. Raises `ValueError` for a role that is not a printable name of at most 40 characters."""
     if not role or len(role) > 40 or not role.isprintable():
         raise ValueError(f"a message has the role {role[:40]!a}")
     return ImportedMessage(
@@ -167,22 +169,22 @@ def build_message(
 
 
 def tool_schemas(value: Any, gaps: Gaps) -> tuple[dict[str, Any], ...]:
-    """Schemas of tools as the chat completions API has them; what is none is a gap."""
-    kept = []
+    """Schemas of tools in the form of the chat completions API. Invalid ones are gaps."""
+    if value is not None and not isinstance(value, list):
+        gaps.add(f"the schemas of the tools: they are {type_name(value)}")
+    schemas = []
     for tool in value if isinstance(value, list) else []:
         if isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str) and "function" not in tool:
             tool = {"type": "function", "function": {key: item for key, item in tool.items() if key != "type"}}
         try:
-            kept.append(fields.json_object(tool))
+            schemas.append(fields.json_object(tool))
         except ValueError:
-            gaps.add("the schema of a tool: it is no JSON object")
-    if value is not None and not isinstance(value, list):
-        gaps.add(f"the schemas of the tools: they are {type_name(value)}")
-    return tuple(kept)
+            gaps.add("the schema of a tool: it is not a JSON object")
+    return tuple(schemas)
 
 
 def parse_time(value: Any) -> datetime | None:
-    """A time as ISO 8601 writes it, in UTC where it names no zone; None where it is none."""
+    """A time in ISO 8601, in UTC unless it names a zone; None for any other value."""
     if not isinstance(value, str) or len(value) > 40:
         return None
     try:
@@ -193,7 +195,7 @@ def parse_time(value: Any) -> datetime | None:
 
 
 def format_time(start: datetime, seconds: float) -> str | None:
-    """ISO 8601 of a time `seconds` after another, to the microsecond; None where there is no such date."""
+    """ISO 8601 of the time `seconds` after `start`, to the microsecond; None if there is no such date."""
     try:
         return (start + timedelta(microseconds=round(seconds * 1e6))).isoformat().replace("+00:00", "Z")
     except (ValueError, OverflowError):
@@ -201,5 +203,5 @@ def format_time(start: datetime, seconds: float) -> str | None:
 
 
 def build_origin(**known: Any) -> Mapping[str, str]:
-    """What is known of where a trace comes from; what is empty is left out."""
+    """The origin of a trace as labels, without the empty ones."""
     return {name: text for name, value in known.items() if (text := printable_label(value))}

@@ -150,5 +150,5 @@ def test_hostile_documents_end_in_an_error(tmp_path: Path) -> None:
     twice = nested(0) | {"subagent_trajectories": [nested(0), nested(0)]}
     (tmp_path / "twice.json").write_text(json.dumps(twice))
     (trace,), _ = read_all(tmp_path / "twice.json")
-    assert [one.agent for one in trace.spoken] == ["a", "a 2", "a 3"] and any("another's too" in gap for gap in trace.missing)
+    assert [one.agent for one in trace.spoken] == ["a", "a 2", "a 3"] and any("missing or repeated" in gap for gap in trace.missing)
     Atif.model_validate(document(trace))

@@ -64,7 +64,7 @@ def test_each_speaker_keeps_its_name_and_all_stay_in_one_conversation(tmp_path: 
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]},
             "image_url",
         ),
-        ({"role": "tool", "content": "a"}, "which call"),
+        ({"role": "tool", "content": "a"}, "the call that"),
         ({"role": "assistant", "content": "a", "audio": {"data": "x"}}, "audio"),
         ({"role": "assistant", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}, "arguments of a tool call"),
         ({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": '{"a": NaN}'}}, UNPARSED),

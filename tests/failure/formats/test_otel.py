@@ -95,7 +95,7 @@ def test_duplicates_gaps_and_wrong_types_do_not_lose_the_rest(tmp_path: Path) ->
     found = export(tmp_path / "a.json", good, good, cut, *odd, failed)
     (trace,) = [one for one in found if isinstance(one, Trace)]
     told = [one for one in found if isinstance(one, UnreadableDocument)]
-    assert len(told) == len(odd) and "is there twice, with another parent" in str(told[3]) and all(one.fix for one in told)
+    assert len(told) == len(odd) and "occurs twice, with different parents" in str(told[3]) and all(one.fix for one in told)
     assert [one.message.content for one in trace.spoken] == ["q", "a", "r", "b"]  # each conversation by itself
     for gap in ("cut by the emitter", "the call failed, error", "a span above others", "conversations of one agent"):
         assert any(gap in what for what in trace.missing), gap

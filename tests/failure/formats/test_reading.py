@@ -41,7 +41,7 @@ def test_what_real_emitters_write_is_known_by_its_content(name: str) -> None:
 def test_a_folder_is_read_whole_and_the_same_again_is_told() -> None:
     traces, told = read_all(DATA)
     assert len({trace.id for trace in traces}) == len(traces) == 9
-    assert [one.message.partition(": ")[2] for one in told] == ["tells no contents of messages"] * 3  # of otel_silent.jsonl
+    assert [one.message.partition(": ")[2] for one in told] == ["contains no message texts"] * 3  # of otel_silent.jsonl
     again, _ = read_all(DATA)
     assert again == traces
 
@@ -65,7 +65,7 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
     told = {one.position: one.message.partition(": ")[2] for one in found if isinstance(one, UnreadableDocument)}
     assert list(told) == ["line 1", "line 3", "line 5", "line 6", "line 7"]
     assert "not JSON" in told["line 1"] and "UTF-8" in told["line 3"] and "not a list" in told["line 5"]
-    assert told["line 6"] == "is of no format that is known: an object with 'a'" and told["line 7"] == "is the same as some.jsonl, line 2"
+    assert told["line 6"] == "has no known format: it is an object with 'a'" and told["line 7"] == "is the same as some.jsonl, line 2"
     path.rename(tmp_path / "some.json")  # a file of lines that is named otherwise, and whose first line is broken
     (tmp_path / "some.json").write_bytes(b"{3}\n" + b"\n".join(lines))
     assert sum(isinstance(one, Trace) for one in read(tmp_path / "some.json")) == 2
@@ -89,7 +89,7 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
         ("[" * 200_000, "nested too deep"),
         ('{"messages": ' + "9" * 5000 + "}", "integer"),
         ("", "is empty"),
-        ("3", "no format that is known"),
+        ("3", "no known format"),
         ('"\x1b[2J\u202e"', "is not JSON"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_path_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no files"):  # neither waited for nor followed
         list(read(tmp_path))
     (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(UserError, match=r"a\.json: is of no format"):
+    with pytest.raises(UserError, match=r"a\.json: has no known format"):
         read_all(tmp_path)
-    with pytest.raises(UserError, match="is of no format"):
+    with pytest.raises(UserError, match="has no known format"):
         read_all(DATA / "openai.jsonl", "atif")

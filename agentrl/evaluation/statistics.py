@@ -1,0 +1,268 @@
+"""Tests, intervals and sample sizes for evaluations, in which all attempts at a case are one cluster.
+
+Tests are exact and need the standard library only, because the gate uses them. Bootstrap intervals need scipy (extra `statistics`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from statistics import NormalDist
+from typing import Any
+
+from agentrl.base.estimates import wilson_interval
+from agentrl.base.installation import install_command
+from agentrl.errors import UserError
+
+RESAMPLES = 4_000
+MAX_CASES = 1_000_000
+_MAX_BITS = 1 << 26  # of the number that holds the exact distribution of a sum
+_FLIPS = 9_999
+_STAKES = tuple(0.05 + 0.1 * index for index in range(10))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tails:
+    """Null probabilities of a sum as low or lower, and as high or higher, than the observed one."""
+
+    low: float
+    high: float
+    exact: bool  # False means estimated from seeded random flips
+
+    @property
+    def both(self) -> float:
+        """The two-sided p-value."""
+        return min(1.0, 2 * min(self.low, self.high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A value between two bounds."""
+
+    value: float
+    low: float
+    high: float
+
+
+def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
+    """Tests a sum of case differences against all choices of their signs.
+
+    The sign of a case is flipped with all its repeats. The test is valid if each case could as well have come out the other way round; for
+    single attempts that pass or fail it is McNemar's test. The distribution is exact if it fits in 2^26 bits: (n + 1) * sum(|d|) * m, for n
+    nonzero differences d with least common denominator m. Differences of attempts that pass or fail fit. Other distributions are estimated
+    from 9,999 seeded random flips and the observed signs (Phipson and Smyth 2010).
+    """
+    unit = math.lcm(*(difference.denominator for difference in differences))
+    steps = [int(difference * unit) for difference in differences if difference]
+    sizes, risen = [abs(step) for step in steps], sum(max(step, 0) for step in steps)
+    total = 1 << len(sizes)
+    width = total.bit_length()  # bits of a count, which is at most `total`
+    if width * sum(sizes) > _MAX_BITS:
+        return _sampled_flips(sizes, risen, seed)
+    ways = 1  # digit t, in base 2^width, counts the choices of signs in which the rises sum to t
+    for size in sizes:
+        ways += ways << (width * size)
+    low = _digit_sum(ways & ((1 << (width * (risen + 1))) - 1), width)
+    high = _digit_sum(ways >> (width * risen), width)
+    return Tails(low=float(Fraction(low, total)), high=float(Fraction(high, total)), exact=True)
+
+
+@cache
+def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: int) -> float:
+    """One-sided p-value of Fisher's exact test that `passed` of `tries` are fewer than before, rounded once.
+
+    Raises `ValueError` for impossible counts.
+    """
+    if not (0 <= passed <= tries and 0 <= before_passed <= before_tries):
+        raise ValueError(f"{passed} of {tries} and {before_passed} of {before_tries} are no counts")
+    all_tries, all_passed = tries + before_tries, passed + before_passed
+    first = max(0, all_passed - before_tries)
+    tail = sum(math.comb(tries, k) * math.comb(before_tries, all_passed - k) for k in range(first, passed + 1))
+    return float(Fraction(tail, math.comb(all_tries, all_passed)))
+
+
+def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
+    """The rejected hypotheses, with a chance of at most `alpha` of any false rejection under any dependence (Holm 1979).
+
+    Args:
+        hypotheses: their number, at least that of the p-values. Those without a p-value count as if it were 1.
+    """
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if p_values[index] > alpha / (hypotheses - rank):
+            break
+        rejected[index] = True
+    return tuple(rejected)
+
+
+def e_value(differences: Sequence[float]) -> float:
+    """Evidence for a drop that may be inspected after each new case: the mean over stakes of the product over cases of 1 - stake * d.
+
+    The stakes are 0.05, 0.15, ..., 0.95 (Waudby-Smith and Ramdas 2024). If cases are no worse on average, given those before them, the
+    probability that the value ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats of earlier ones.
+
+    Args:
+        differences: [N] after minus before, each within [-1, 1], in the order in which the cases were tried.
+
+    Raises `ValueError` for a difference beyond that.
+    """
+    if any(not -1 <= difference <= 1 for difference in differences):
+        raise ValueError("differences of scores within [0, 1] lie within [-1, 1]")
+    logs = (math.fsum(math.log1p(-stake * difference) for difference in differences) for stake in _STAKES)
+    return math.fsum(map(math.exp, logs)) / len(_STAKES)
+
+
+def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_up: float = 1.0, seed: int = 0) -> Interval:
+    """Percentile interval of the mean difference, by a seeded bootstrap of whole cases (Davison and Hinkley 1997, 3.8).
+
+    The percentiles are expanded so that an interval from few cases is as wide as Student's t requires (Hesterberg 2015).
+
+    Pseudo-cases, as many up as down, are added to the sample, because the plain bootstrap is too narrow with few flips and a point without
+    any. `made_up` is the sum of their squares: 1 gives the pseudo-pairs of Agresti and Min (2005), half an observation in each cell; 3.5
+    makes the bound from N cases without a flip the exact one, log(1/alpha) / N.
+
+    Args:
+        by_case: [N] mean difference of each case, each within [-1, 1] for scores within [0, 1].
+
+    Raises `ValueError` without a case, `UserError` without scipy.
+    """
+    if not by_case:
+        raise ValueError("an interval needs at least one case")
+    stats = _scipy_stats()
+    each_way = math.ceil(made_up)
+    size = math.sqrt(made_up / (2 * each_way))
+    pool = [*by_case, *[size] * each_way, *[-size] * each_way]
+    n, value = len(pool), statistics.fmean(by_case)
+    edge = stats.norm.cdf(-stats.t.ppf((1 + level) / 2, n - 1) * math.sqrt(n / (n - 1)))
+    low, high = stats.bootstrap(
+        (pool,), _mean, confidence_level=1 - 2 * edge, n_resamples=RESAMPLES, batch=200, method="percentile", rng=seed
+    ).confidence_interval
+    return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
+
+
+def rate_interval(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interval:
+    """The mean of case rates with Wilson's interval for the effective number of independent tries (Kish 1965).
+
+    That number gives a mean of single tries the variance of the case rates. It lies between the number of cases, if repeats agree, and
+    `tries`, if they are independent.
+
+    Args:
+        by_case: [N] share of each case's attempts that passed.
+        tries: attempts at all cases together.
+
+    Raises `ValueError` without a case.
+    """
+    if not by_case:
+        raise ValueError("a rate needs at least one case")
+    cases, share = len(by_case), statistics.fmean(by_case)
+    spread, single = statistics.variance(by_case) if cases > 1 else 0.0, share * (1 - share)
+    effective = single * cases / spread if spread else math.inf if single and cases > 1 else float(cases)
+    low, high = wilson_interval(share, min(max(effective, float(cases)), float(max(tries, cases))), level=level)
+    return Interval(value=share, low=low, high=high)
+
+
+def pass_at_k(passed: int, tries: int, k: int) -> float:
+    """The unbiased estimate that one of k attempts passes: 1 - C(tries - passed, k) / C(tries, k) (Chen et al. 2021).
+
+    Raises `ValueError` for impossible counts, and for fewer than `k` attempts.
+    """
+    if not (0 <= passed <= tries and 1 <= k <= tries):
+        raise ValueError(f"pass@{k} of {passed} passes in {tries} attempts is not defined")
+    return float(1 - Fraction(math.comb(tries - passed, k), math.comb(tries, k)))
+
+
+def mean_pass_at_k(cases: Sequence[tuple[int, int]], k: int) -> float | None:
+    """The mean over the cases (passed, tries) with at least `k` tries; None if there is none."""
+    estimates = [pass_at_k(passed, tries, k) for passed, tries in cases if tries >= k]
+    return sum(estimates) / len(estimates) if estimates else None
+
+
+def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
+    """Mean variance of the difference of two attempts by the same policy at the same case.
+
+    A case with one attempt counts with the variance of all attempts at all cases, which is no less on average.
+
+    Args:
+        by_case: [N][tries] scores. Raises `ValueError` without a score.
+    """
+    tried = [scores for scores in by_case if scores]
+    if not tried:
+        raise ValueError("nothing was scored")
+    overall = statistics.pvariance([score for scores in tried for score in scores])
+    return 2 * statistics.fmean(statistics.variance(scores) if len(scores) > 1 else overall for scores in tried)
+
+
+def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> float:
+    """Standard deviation of case differences to plan with, if at most one policy is known.
+
+    Assumes that the difference consists of a few cases that change completely (spread over many cases it is no harder to detect), and that
+    the others differ by chance, each tried `repeats` times by both policies.
+
+    Args:
+        noise: see `attempt_noise`; 2 p (1 - p) for attempts that pass with probability p, whatever the case.
+    """
+    share = abs(difference)
+    return math.sqrt(share + (1 - share) * noise / repeats - share**2)
+
+
+def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
+    """Cases with which a two-sided paired test detects `difference` with probability `power` (Connor 1987, normal approximation).
+
+    1 / |difference| more cases make up for the steps of an exact test (continuity correction). At most `MAX_CASES`.
+
+    Args:
+        spread: standard deviation of the differences of cases, observed or planned. With 0, one flip decides.
+
+    Raises `ValueError` for a difference of 0.
+    """
+    if not difference:
+        raise ValueError("no number of cases shows a difference of 0")
+    z, size = NormalDist().inv_cdf, abs(difference)
+    flips = min(-z(alpha / 2) * math.hypot(spread / size, 1.0) + z(power) * spread / size, float(MAX_CASES))
+    least = math.ceil(1 - math.log2(alpha))  # cases, all flipped one way, that an exact test needs
+    return max(least, math.ceil(min(flips**2 + 1 / size, MAX_CASES)))
+
+
+def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
+    """The smallest difference, in hundredths, that this number of cases detects; None if not even a difference of 1."""
+    for hundredths in range(1, 101):
+        difference = hundredths / 100
+        if cases_needed(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
+            return difference
+    return None
+
+
+def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
+    """`risen` is the sum of the sizes with a positive observed sign, with which the sum of the differences grows."""
+    rng = random.Random(seed)
+    low = high = 1  # the observed signs
+    for _ in range(_FLIPS):
+        signs = rng.getrandbits(len(sizes))
+        flipped = sum(size for index, size in enumerate(sizes) if signs >> index & 1)
+        low += flipped <= risen
+        high += flipped >= risen
+    return Tails(low=low / (_FLIPS + 1), high=high / (_FLIPS + 1), exact=False)
+
+
+def _digit_sum(number: int, width: int) -> int:
+    """The sum of the digits in base 2^width if it is below 2^width - 1: the number modulo that, as with nines in base ten."""
+    return number if width == 1 else number % ((1 << width) - 1)
+
+
+def _mean(sample: Any, axis: int) -> Any:
+    return sample.mean(axis=axis)
+
+
+def _scipy_stats() -> Any:
+    try:
+        return importlib.import_module("scipy.stats")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "scipy":
+            raise
+        raise UserError("comparing policies needs the package scipy", fix=install_command("statistics")) from None
