@@ -1,4 +1,4 @@
-"""What became of each case of an evaluation: passed, failed or unscored, with the attempt that shows why. For a person and for programs."""
+"""The status of each case of an evaluation (passed, failed or unscored), with an example attempt, as text and JSON."""
 
 from __future__ import annotations
 
@@ -25,56 +25,59 @@ _WORDS = 2000  # of an answer, a reason or evidence
 
 
 class Verdict(StrEnum):
-    """What an evaluation says of a case."""
+    """The result of a case."""
 
     PASSED = "passed"  # the mean score of its attempts reaches its threshold
-    FAILED = "failed"  # that of those which have a score does not
-    UNSCORED = "unscored"  # an attempt has no score, and the others do not fail it: nothing is concluded
+    FAILED = "failed"  # the mean of the scored attempts does not
+    UNSCORED = "unscored"  # an attempt has no score, and the others do not fail the case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """The attempt that shows best why a case did not pass: the one with the lowest score, else one without. All of it is hostile text."""
+    """The attempt that best shows why a case did not pass: the lowest score, or else one without. All of its text is hostile."""
 
     episode: str
     score: float | None
     answer: str | None
-    reason: str  # why there is no score; empty: there is one
-    evidence: str  # what the verifier says
-    tag: str  # what went wrong, by rules
-    turn: int | None  # the first turn where it shows, counted from 1
+    reason: str  # why there is no score; empty with a score
+    evidence: str  # of the verifier
+    tag: str  # kind of failure, by rules
+    turn: int | None  # the first failing turn, counted from 1
     tail: str  # the end of the transcript, printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOutcome:
-    """One case in one evaluation."""
+    """The result of one case in one evaluation."""
 
     suite: str
     case: Case
     threshold: float
     attempts: tuple[Attempt, ...]
-    shown: Shown | None = None  # None: it passed
+    shown: Shown | None = None  # None if it passed
 
     @property
     def scores(self) -> tuple[float | None, ...]:
+        """The score of each attempt; None without a score."""
         return tuple(one.score for one in self.attempts)
 
     @property
     def mean(self) -> float | None:
-        """Of the attempts that have a score."""
+        """The mean of the scored attempts; None without any."""
         return _mean(self.scores)
 
     @property
     def verdict(self) -> Verdict:
+        """The status of the case."""
         return judged(self.scores, self.threshold)
 
     @property
     def question(self) -> str:
+        """The last message of the task's prompt."""
         return self.case.task.prompt[-1].content
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the outcome as JSON data."""
         return {
             "suite": self.suite,
             "case": self.case.id,
@@ -90,7 +93,7 @@ class CaseOutcome:
 
 
 def judged(scores: Sequence[float | None], threshold: float) -> Verdict:
-    """What the scores of a case's attempts come to. No attempts: unscored."""
+    """Returns the status for the scores of a case's attempts; unscored without attempts."""
     mean = _mean(scores)
     if mean is not None and not passes(mean, threshold):
         return Verdict.FAILED
@@ -111,7 +114,7 @@ def outcome_of(
     rules: Sequence[Rule],
     origin: Mapping[str, str],
 ) -> CaseOutcome:
-    """The outcome of a case, in the order of its attempts. `threshold`: for a case that has none of its own."""
+    """Returns the outcome of a case, with its attempts in order. `threshold`: for a case without its own."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     found = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
@@ -144,13 +147,13 @@ def _shown(case: Case, attempt: Attempt, scored: ScoredEpisode, bar: float, rule
 
 
 def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
-    """Failed, then unscored, then passed; of each the lowest scores first."""
+    """Sorts outcomes: failed, unscored, passed; lowest scores first within each."""
     order = {Verdict.FAILED: 0, Verdict.UNSCORED: 1, Verdict.PASSED: 2}
     return sorted(outcomes, key=lambda one: (order[one.verdict], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
 
 
 def short(one: CaseOutcome) -> str:
-    """A line: score, threshold, attempts, and what the pinned policy had."""
+    """One line: score, threshold, attempts, and the baseline's score."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
     words = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
@@ -162,7 +165,7 @@ def short(one: CaseOutcome) -> str:
 
 
 def details(one: CaseOutcome) -> list[str]:
-    """Lines of a case that did not pass: question, answer, reason, and the first turn that went wrong. Safe for a terminal."""
+    """Lines about a case that did not pass: question, answer, reason, and the first failing turn. Safe for a terminal."""
     lines = [f"question  {line(one.question, 200)}"]
     if one.shown is not None:
         at = "" if one.shown.turn is None else f" at turn {one.shown.turn}"
@@ -171,10 +174,10 @@ def details(one: CaseOutcome) -> list[str]:
         lines += [f"evidence  {line(one.shown.evidence)}"] if one.shown.evidence.strip() else []
         lines += [f"failure   {line(one.shown.tag, 60)}{at}"] if one.shown.tag else []
     if one.case.note.strip():
-        lines.append(f"kept for  {line(one.case.note)}{f' ({line(one.case.by, 60)})' if one.case.by else ''}")
+        lines.append(f"note      {line(one.case.note)}{f' ({line(one.case.by, 60)})' if one.case.by else ''}")
     return lines
 
 
 def see_more(one: CaseOutcome, folder: Path) -> str:
-    """The command that shows the whole episode. Empty: the case passed."""
+    """Returns the command that shows the whole episode; empty if the case passed."""
     return "" if one.shown is None else shlex.join(["agentrl", "failures", "show", str(folder), one.shown.episode])

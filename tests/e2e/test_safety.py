@@ -24,7 +24,7 @@ def test_rollbacks_run_out_and_other_limits_let_the_run_go_on(tmp_path: Path, fo
     code, output = agentrl(*arguments, *limit, by=forked)
     assert code == 1, output
     assert "failed: step 1: entropy" in output and "1 rollbacks are made" in output
-    assert "alert: step 1: rolled back, and left out groups 0, 1, 2, 3" in output
+    assert "alert: step 1: rolled back, and excluded groups 0, 1, 2, 3" in output
     assert output.count("alert: halted") == 1
     assert steps_logged(run) == [1]
     found = summary(run)

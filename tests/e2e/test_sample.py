@@ -43,7 +43,7 @@ def test_attempts_are_sampled_interrupted_added_to_and_learned_from(tmp_path: Pa
     assert all(len(group.episodes) == 4 for group in first.values())
 
     code, output = agentrl("sample", RECIPE, "--resume", "--groups", "100", *where)
-    assert code == 2 and "200 groups were asked for before" in output
+    assert code == 2 and "an earlier command requested 200 groups" in output
     (run / "sample.json").write_text(json.dumps({"groups": len(first) + 2}))  # in place of sampling all 200
     code, output = agentrl("sample", RECIPE, "--resume", "--json", *where, by=forked)
     assert code == 0, output[-4000:]
@@ -58,7 +58,7 @@ def test_attempts_are_sampled_interrupted_added_to_and_learned_from(tmp_path: Pa
     assert code == 0 and "server" not in output, "with nothing to make, nothing is started"
     assert f"({len(then)} groups of 4)" in output and stored(run) == then
     code, output = agentrl("train", RECIPE, "--resume", *where)
-    assert code == 2 and "holds what `agentrl sample` made" in output, output
+    assert code == 2 and "was created by `agentrl sample`" in output, output
 
     code, output = agentrl("report", str(run))
     page = (run / "report.html").read_text()

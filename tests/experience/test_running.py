@@ -139,7 +139,7 @@ async def test_the_bound_on_a_file_holds_for_writing_and_reading(
     await keeper.keep(0, 0, STATE)
     assert await keeper.find(0, 0) == STATE and not caplog.records, "exactly as large as may be"
     await keeper.keep(0, 1, replace(STATE, episode_id="e2"))
-    assert await keeper.find(0, 1) is None and "are more than may be kept" in caplog.text, "a byte more"
+    assert await keeper.find(0, 1) is None and "exceed the limit of" in caplog.text, "a byte more"
     monkeypatch.setattr(running, "MAX_BYTES", size - 1)
     assert await keeper.find(0, 0) is None and "decompresses to more than" in caplog.text
 

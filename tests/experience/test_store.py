@@ -381,7 +381,7 @@ def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "experience.sqlite", busy_timeout_s=0.2)
     holder = sqlite3.connect(store.path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="locked for too long"):
+    with pytest.raises(StoreError, match="locked it for too long"):
         store.put(make_group(0))
     assert store.indices() == ()  # readers are not blocked
     holder.execute("ROLLBACK")

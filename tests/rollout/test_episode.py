@@ -128,7 +128,7 @@ async def test_task_faults_are_blamed_on_the_task(tokenizer: Any, task: Task, ma
     broken = [
         (replace(task, tools=("pyhton",)), None, "unknown tool 'pyhton'"),
         (replace(task, tools=("nowhere:tool",)), None, "nowhere"),
-        (replace(task, limits=Limits(episode_tokens=5)), None, "no more than 5 fit"),
+        (replace(task, limits=Limits(episode_tokens=5)), None, "prompt and answer is 5"),
         (task, NoImage(printing("")), "no such suite\n  fix: name a suite"),
         (task, NoRoom(printing("")), "no room for a.csv"),
     ]

@@ -100,5 +100,5 @@ async def test_a_policy_that_keeps_its_supports_to_itself_is_never_trained_on(to
             return replace(await super().generate(prompt_ids, params, **others), supports=None)
 
     episode = await replace(make_runner(Silent.saying(tokenizer, "3")), sampling=TOP_3).run(task, episode_id="e")
-    assert episode.left_out and "without the support of every token" in episode.failures[0].message
+    assert episode.left_out and "did not return the support of every token" in episode.failures[0].message
     assert (episode.failures[0].stage, episode.failures[0].blame) == ("generate", Blame.INFRASTRUCTURE)

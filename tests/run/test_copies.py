@@ -43,7 +43,7 @@ class Backend(ScriptedSandboxes):
 
 
 @pytest.mark.parametrize(
-    ("way", "said"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file of it is missing"), ("does", None)]
+    ("way", "said"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file in it is missing"), ("does", None)]
 )
 async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, said: str | None, task: Task) -> None:
     for key, changes in {
@@ -55,7 +55,7 @@ async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, 
         if said is None:
             await check_copies(recipe, task, backend)
         else:
-            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend makes none: .*{said}"):
+            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend does not create them: .*{said}"):
                 await check_copies(recipe, task, backend)
         assert backend.opened and all(one.closed for one in backend.opened)
     backend = Backend(way)

@@ -71,7 +71,7 @@ def test_a_full_disk_is_told_as_that_whatever_it_broke_first(run: Path, capsys: 
         assert explain(ExceptionGroup("g", [LearnerError("gone too"), error]), folder=run, go_on="again") == 1
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith(f"failed: the disk of {run} is full (") and "experience store" in told[0]
-    assert told[1] == "  fix: free space there; what was finished is kept" and told[2] == "  continue with: again"
+    assert told[1] == "  fix: free space there; finished work is kept" and told[2] == "  continue with: again"
     assert len(told) == 4
 
 
@@ -93,8 +93,8 @@ def test_what_fails_beside_a_full_disk_is_put_down_to_it(
     explain(error, folder=run, go_on="again")
     told = capsys.readouterr().err.splitlines()
     cause = first[0].removeprefix("failed: ")
-    assert told[0] == f"failed: the disk of {run} is full (15 MiB free), which is likely why: {cause or 'LearnerError'}"
-    assert told[1:3] == ["  fix: free space there; what was finished is kept", "  continue with: again"] and len(told) == 4
+    assert told[0] == f"failed: the disk of {run} is full (15 MiB free), which is the likely cause: {cause or 'LearnerError'}"
+    assert told[1:3] == ["  fix: free space there; finished work is kept", "  continue with: again"] and len(told) == 4
 
 
 async def test_errors_on_the_way_out_never_take_the_place_of_the_first(run: Path) -> None:
@@ -111,8 +111,8 @@ async def test_errors_on_the_way_out_never_take_the_place_of_the_first(run: Path
                     raise StoreError("the second")  # noqa: B904
                 raise
     log = (run / "logs" / "driver.log").read_text()
-    assert "a further error, in the summary and the report" in log and "StoreError: the second" in log
-    assert "a further error, in closing what was open" in log and "No space left" in log
+    assert "a further error in the summary and the report" in log and "StoreError: the second" in log
+    assert "a further error while closing" in log and "No space left" in log
 
 
 async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +130,7 @@ async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run
         "sandboxes may be left behind (agentrl sandbox prune removes them): SandboxError: Docker daemon: connection refused" in caplog.text
     )
     log = (run / "logs" / "driver.log").read_text()
-    assert "in closing what was open" in log and "Traceback" in log
+    assert "while closing" in log and "Traceback" in log
 
     async with closed_after(closed_badly):
         closed.append("made")

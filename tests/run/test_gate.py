@@ -273,7 +273,7 @@ async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_n
             await looked(run)
     else:
         await looked(run)
-        assert any("version 2 passed the gate and is not promoted" in said for said in run.tracker.said)
+        assert any("version 2 passed the gate but is not promoted" in said for said in run.tracker.said)
     assert run.registry.latest(VersionState.PROMOTED).number == 0
     await plain.close(run)
 
@@ -341,7 +341,7 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     await served_through(run, 2)
     assert result(run) is None
     (problem,) = measure.gate_problems(tmp_path, finished=True)
-    assert "promoted no version but the first" in problem and "the suite fell by 100.0 points" in problem
+    assert "promoted no version after the first" in problem and "the suite fell by 100.0 points" in problem
 
     run.registry.set_state(2, VersionState.PROMOTED)
     assert result(run).number == 2
@@ -454,7 +454,7 @@ def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: 
     assert rollback.pending(tmp_path, registry) is None
     plain.publish(registry, 2, 1, b"other")
     assert rollback.pending(tmp_path, registry) is None
-    with pytest.raises(ValueError, match="is not back"):
+    with pytest.raises(ValueError, match="is not older"):
         rollback.Request(version=2, sha256="", to=2, to_sha256="", reason="")
 
 

@@ -83,7 +83,7 @@ async def test_cases_whose_image_cannot_be_made_are_reported_and_unscored(image:
     run.sandboxes.prepare = prepare
     await looked(run)
     (said,) = run.tracker.said
-    assert f"gate: the cases of image {image} cannot be tried: no such image" in said
+    assert f"gate: the cases of image {image} cannot be run: no such image" in said
     assert reports.rates["gate 0"]["x"].n == (44 if image == "gone" else 4), "the attempts that were scored"
     await plain.close(run)
 
@@ -101,7 +101,7 @@ async def test_a_version_of_which_no_attempt_was_scored_is_not_judged_and_has_no
 
     run.player.script = late
     await looked(run)
-    assert reports.rates == {} and run.tracker.said == ["version 0 is not judged: not one attempt was scored"]
+    assert reports.rates == {} and run.tracker.said == ["version 0 is not judged: no attempt was scored"]
     assert run.registry.get(0).state is VersionState.SERVING
     await plain.close(run)
 

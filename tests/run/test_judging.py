@@ -201,7 +201,7 @@ async def test_versions_that_a_driver_left_unjudged_are_judged_in_order_where_th
     await swapped(run, 3)
     assert run.gate_server.given == [0, 2, 3]
     assert [one.version for one in read_verdicts(tmp_path)] == [0, 2, 3]
-    assert any(said.startswith("version 1 is not judged: ") and "No such file" in said for said in run.tracker.said)
+    assert any(said.startswith("version 1 is not evaluated: ") and "No such file" in said for said in run.tracker.said)
     await plain.close(run)
 
 

@@ -191,12 +191,12 @@ async def test_a_case_from_a_turn_is_played_again_without_reading_or_writing() -
     on = await runner.run(task, episode_id="case-r0", start=state)  # where there is no memory, its tools are there all the same
     assert on.answer == "1" and on.memory == episode.memory
     replayed = Replayed(episode.memory, turns[:1])
-    assert replayed.recall("where")[0] and replayed.recall("where") == (False, "this call was not made")
+    assert replayed.recall("where")[0] and replayed.recall("where") == (False, "this call was not recorded")
 
 
 def test_a_look_for_answers_that_fails_is_told_and_no_silence(tmp_path: Path) -> None:
     """A clean run and one in which nobody could look are not the same."""
     broken: Any = object()
     told = keep_answers(tmp_path, again(0), [broken], phase="train", step=1)
-    assert "is not known" in told and again(0).id in told
+    assert "could not check" in told and again(0).id in told
     assert keep_answers(tmp_path, again(0), [], phase="train", step=1) == ""

@@ -131,7 +131,7 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
         run.groups = replace(run.groups, score=TaskScorer())
         run.registry = Registry()  # type: ignore[assignment]
-        told = "evaluation .*: 3 of 3 episodes on heldout tasks left out: 3 x tests.run.test_no_result:in_words: verifier gave str"
+        told = "evaluation .*: 3 of 3 episodes on heldout tasks excluded: 3 x tests.run.test_no_result:in_words: verifier gave str"
         if phase == "before":
             with pytest.raises(InfrastructureError, match=told):
                 await held_out.evaluate_served(run, phase, step=0)

@@ -301,9 +301,9 @@ class Own:
     ("gives", "says"),
     [
         ("exit at once", r"cannot be opened: SystemExit: bye \(.*test_preflight.py:\d+\)"),
-        ("exit", r"the first task .* cannot be made: SystemExit: 0 \("),
-        ("dict", "the first task .* is not a Task but of type dict"),
-        ("text", r"size\(train\) gave str, not a number"),
+        ("exit", r"the first task .* cannot be created: SystemExit: 0 \("),
+        ("dict", "the first task .* has type dict instead of Task"),
+        ("text", r"size\(train\) returned str instead of a number"),
         ("none", "no tasks in split train"),
         ("none held out", "(?s)no tasks in split heldout.*fix: add some, or set evaluation.heldout=0"),
     ],
@@ -342,7 +342,7 @@ def test_further_attempts_need_a_case_that_is_tried_often_enough(tmp_path: Path)
         return open_gate(RECIPE.but(gate=gate), TaskScorer(), root=tmp_path)
 
     for most, repeats, own in ((2, 2, (None, 1)), (2, 4, (2, 1)), (1, 1, (None,))):
-        with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x is tried more than {most} times"):
+        with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x has more than {most} attempts"):
             opened(repeats, *own)
     assert opened(1, None, 3) and opened(3, None, 1) and opened(2, None, confirm=0)
 

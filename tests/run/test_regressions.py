@@ -114,7 +114,7 @@ def test_a_case_that_failed_reads_well_and_moves_no_cursor(project: Path) -> Non
     at = next(number for number, text in enumerate(lines) if text.startswith("failed"))
     assert lines[at] == "failed    bad  0.00 of 1 in 1 attempt" and lines[at + 1] == "question  What is case bad?"
     assert lines[at + 2].startswith("answer    fail") and lines[at + 3].startswith("evidence  wanted pass")
-    assert any(text.startswith("kept for  seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
+    assert any(text.startswith("note      seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
 
 
 def test_a_case_whose_image_is_gone_is_unscored_and_the_others_are_asked(project: Path) -> None:
@@ -259,8 +259,8 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["s", "--policy", "nowhere"], "no such folder, nor a version"),
-        (["s", "--policy", "runs/x@9"], "keeps no whole model of version 9"),
+        (["s", "--policy", "nowhere"], "no such folder or version"),
+        (["s", "--policy", "runs/x@9"], "has no complete model of version 9"),
         (["s"], "its suite.toml names no policy"),
         (["nothing", "--policy", "a:b"], "no folder nothing"),
         (["s", "--policy", "a:b", "--suite", "s"], "--policy does not go with --suite"),
@@ -268,10 +268,10 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
         (["s", "--policy", "a:b", "--repeats", "0"], "--repeats 0"),
         (["s", "same/s", "--policy", "a:b"], "two suites are called 's'"),
         (["s", "--policy", "a:b", "rollout.size=3"], "rollout.size: unknown key"),
-        (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint serves models by name"),
+        (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint needs the name of its model"),
         (["s", "--policy", "http://u:secret@127.0.0.1/v1", "--model", "m"], "without a user, a password"),
-        (["s", "--policy", "a:b", "--key-env", "KEY"], "are for an endpoint"),
-        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "no settings of chat completions"),
+        (["s", "--policy", "a:b", "--key-env", "KEY"], "need an endpoint"),
+        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "chat completions have no settings"),
         (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
     ],
 )

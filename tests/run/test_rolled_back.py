@@ -125,7 +125,7 @@ async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_tol
         await loop._swap_versions(run)
     assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
     assert run.registry.get(2).state is VersionState.ROLLED_BACK
-    assert run.tracker.said == [f"step 3: rolled back, and left out groups 2 (1 episodes): {limit}"]
+    assert run.tracker.said == [f"step 3: rolled back, and excluded groups 2 (1 episodes): {limit}"]
     await close(run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4], "its update and its groups still count"
@@ -230,7 +230,7 @@ def test_every_kind_of_setback_has_its_line(tmp_path: Path) -> None:
     one = Setback(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
     FailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
     assert measure.alerts(tmp_path, 0) == [
-        "step 1: left out groups 3 (2 episodes): non_finite_score",
+        "step 1: excluded groups 3 (2 episodes): non_finite_score",
         "step 1: halted at groups 1, 2 (2 episodes): x; y",
     ]
     assert measure.alerts(tmp_path, 1) == []

@@ -146,7 +146,7 @@ def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT, 5)
     (tmp_path / sample.FILE).write_text('{"groups": 8}')
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
-    with pytest.raises(UserError, match="8 groups were asked for before") as error:
+    with pytest.raises(UserError, match="an earlier command requested 8 groups") as error:
         sample._asked(tmp_path, 7)
     assert "--groups 8 or more" in error.value.fix
 
@@ -158,9 +158,9 @@ def test_neither_command_goes_on_with_what_the_other_has_made(tmp_path: Path) ->
         go_on = json.loads((folder / "run.json").read_text())["resume"]
         assert go_on is None if verb == "eval" else f"agentrl {verb} r.py" in go_on and go_on.endswith("--resume")
         for other in {"sample", "train"} - {verb}:
-            with pytest.raises(UserError, match=rf"holds what `agentrl {verb}` made") as error:
+            with pytest.raises(UserError, match=rf"was created by `agentrl {verb}`") as error:
                 check_verb(folder, other)
             assert f"agentrl {verb}" in error.value.fix
     (tmp_path / "t" / "run.json").write_text('{"overrides": []}')
-    with pytest.raises(UserError, match="holds what `agentrl train` made"):
+    with pytest.raises(UserError, match="was created by `agentrl train`"):
         check_verb(tmp_path / "t", "sample")

@@ -66,7 +66,7 @@ def test_a_policy_that_is_not_there_is_an_error_that_says_how_to_make_it(project
     assert "--policy FOLDER or RUN@VERSION" in done.exception.fix
     record(project, "runs/q@4")
     done = CliRunner().invoke(app, ["eval", "s"])
-    assert isinstance(done.exception, UserError) and "no whole model of version 4" in str(done.exception)
+    assert isinstance(done.exception, UserError) and "no complete model of version 4" in str(done.exception)
 
 
 def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> None:

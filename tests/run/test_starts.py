@@ -132,14 +132,14 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
     with pytest.raises(UserError, match="another tokenizer, template or wording"):
         starts.check_starts([load_suite(tmp_path / "late")], chat, None, RolloutConfig(instructions="Look first."))
     endpoint = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
-    assert "takes only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
+    assert "accepts only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
 
 
 def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
-    for turn, said in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is no turn")):
+    for turn, said in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is not a turn")):
         assert said in promote(turn)[0]
     (tmp_path / "prints.json").write_text('"98"')
-    assert "up to turn 3: turn 2 begins with other tokens" in promote("3")[0]
+    assert "up to turn 3: turn 2 starts with other tokens" in promote("3")[0]
     assert not (tmp_path / "late").exists(), "nothing is written"
     trace = trace_of(run)
     with pytest.raises(UserError, match="no exact tokens"):

@@ -131,7 +131,7 @@ def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: 
 
 
 def test_groups_that_should_be_there_and_are_not_end_the_run(tmp_path: Path) -> None:
-    with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="step 0 taught"):
+    with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="the outcomes of step 0"):
         asyncio.run(run.taught.reach(2))
 
 

@@ -67,7 +67,7 @@ def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_p
         asyncio.run(again.reach(6))
         assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
         family.broken = frozenset(range(12))  # of a project that was changed meanwhile
-        with pytest.raises(TaskError, match=r"cannot be made again.*no task \d+ today"):
+        with pytest.raises(TaskError, match=r"cannot be created again.*no task \d+ today"):
             asyncio.run(taught_of(tmp_path, store, family).reach(6))
     finally:
         store.close()

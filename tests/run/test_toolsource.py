@@ -56,7 +56,7 @@ async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
     before = (tmp_path / FILE).read_text()
     assert [one["name"] for one in json.loads(before)["it"]] == ["echo", "count"]
     assert (await begun(given, "mcp:it", folder=tmp_path)).servers["it"].offers == tools.servers["it"].offers
-    with pytest.raises(UserError, match="not the server that this run began with: the tool echo takes other arguments"):
+    with pytest.raises(UserError, match="differs from the one at the start of this run: the tool echo takes other arguments"):
         await begun(recipe("changed"), "mcp:it/echo", folder=tmp_path)
 
     said = [call("echo", text="a") + call("echo", text="b"), call("submit", answer="1")]
@@ -70,7 +70,7 @@ async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
 @pytest.mark.parametrize(
     ("given", "tools", "says"),
     [
-        (recipe(), ("submit",), "tools.mcp.it does nothing: none of the 1 tasks"),
+        (recipe(), ("submit",), "tools.mcp.it does nothing: none of the first 1 tasks"),
         (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.bounds.nosuch does nothing"),
         (RECIPE.but(tools={"words": {"submitt": {"description": "x"}}}), ("submit",), "tools.words.submitt does nothing"),
         (

@@ -77,7 +77,7 @@ def test_a_version_that_was_made_anew_is_not_taken_for_the_one_before(registry: 
     registry.set_state(1, SERVING, sha256=first.sha256)
     registry.reconcile(0)
     publish(registry, 1, b"second")
-    with pytest.raises(StoreError, match="version 1 was made anew"):
+    with pytest.raises(StoreError, match="version 1 was published again"):
         registry.set_state(1, SERVING, sha256=first.sha256)
     assert states(registry)[1] is CANDIDATE
 
