@@ -14,7 +14,7 @@ def made(transfer: str, ranks: int = 1) -> Recipe:
     return Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), serving=serving, learner=learner)
 
 
-def test_nccl_gives_learner_and_server_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_nccl_learner_and_server_get_separate_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3,7")
     assert place(made("nccl", ranks=2)) == Placement(learner="2,3", server="7")
     assert place(made("file", ranks=2)) == Placement()

@@ -18,7 +18,7 @@ STEPS = 6
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_run_outlives_its_server_a_rank_and_interrupts(tmp_path: Path) -> None:
+def test_a_run_survives_a_dead_server_a_dead_rank_and_interrupts(tmp_path: Path) -> None:
     """Two ranks of the learner. The server is killed, then ctrl-C once finishes the step; twice stops the next start; the run that goes
     on loses a rank. In the end no step is lost and no group was trained twice."""
     run = tmp_path / "run"

@@ -22,7 +22,7 @@ RECIPE = "recipes/quickstart_lora.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_run_of_adapters_outlives_its_servers_and_is_judged_on_one_of_the_gates_own(tmp_path: Path) -> None:
+def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path: Path) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -21,7 +21,7 @@ MODEL = ROOT / "recipes" / "models" / "tables-base"
 @pytest.mark.e2e
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...]) -> None:
+def test_a_real_policy_is_evaluated_on_a_suite(tmp_path: Path, forked: tuple[str, ...]) -> None:
     suite = ROOT / "runs" / f"e2e-suite-{os.getpid()}"  # in the project, whose images and verifiers the cases name
     try:
         family = Tables(seed=11)

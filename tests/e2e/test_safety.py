@@ -15,7 +15,7 @@ RECIPE = "recipes/quickstart.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_rollbacks_run_out_and_other_limits_let_the_run_go_on(tmp_path: Path, forked: tuple[str, ...]) -> None:
+def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: Path, forked: tuple[str, ...]) -> None:
     """No policy has 50 nats of entropy, so every update is rolled back until that is no longer allowed."""
     run = tmp_path / "run"
     arguments = ("train", RECIPE, "steps=4", *SMALL, "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")

@@ -29,7 +29,7 @@ def stored(run: Path) -> dict[int, Group]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_attempts_are_sampled_interrupted_added_to_and_learned_from(tmp_path: Path, forked: tuple[str, ...]) -> None:
+def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     where = ("--run-dir", str(run), "--sandbox", "bubblewrap")
     process = start("sample", RECIPE, *SMALL, "--groups", "200", *where, by=forked)

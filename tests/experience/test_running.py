@@ -56,7 +56,7 @@ async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(kee
     assert STATE.oldest_version == 2
 
 
-async def test_a_write_that_ends_after_its_group_was_forgotten_leaves_nothing(
+async def test_a_write_that_ends_after_its_group_was_removed_leaves_nothing(
     keeper: RunningEpisodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As that of an attempt which was cancelled meanwhile: its thread goes on."""
@@ -76,7 +76,7 @@ async def test_a_write_that_ends_after_its_group_was_forgotten_leaves_nothing(
     assert keeper.groups() == (4,)
 
 
-async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: RunningEpisodes, tmp_path: Path) -> None:
+async def test_nothing_is_left_of_a_removed_group(keeper: RunningEpisodes, tmp_path: Path) -> None:
     for group in (0, 1_000_000):
         await keeper.keep(group, 0, STATE)
     assert keeper.groups() == (0, 1_000_000)
@@ -95,7 +95,7 @@ async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: RunningEpiso
     ],
     ids=["torn", "one bit", "empty", "another record"],
 )
-async def test_a_damaged_file_is_put_aside_with_a_warning(
+async def test_a_damaged_file_is_renamed_with_a_warning(
     keeper: RunningEpisodes, tmp_path: Path, damage: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     await keeper.keep(3, 2, STATE)
@@ -110,7 +110,7 @@ async def test_a_damaged_file_is_put_aside_with_a_warning(
     assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for whoever looks into it"
 
 
-async def test_a_changed_byte_is_damage_wherever_it_is(keeper: RunningEpisodes, tmp_path: Path) -> None:
+async def test_any_changed_byte_is_detected(keeper: RunningEpisodes, tmp_path: Path) -> None:
     """Letters of a text as well, which decode to another text."""
     await keeper.keep(0, 0, STATE)
     path = tmp_path / "running" / "000000" / "0.state"
@@ -157,7 +157,7 @@ async def test_an_attempt_without_a_stored_state_can_finish(keeper: RunningEpiso
     assert await keeper.find(5, 0) == SCORED
 
 
-async def test_a_state_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_state_that_cannot_be_written_is_logged_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "running").write_text("a file where the folder should be")
     await RunningEpisodes(tmp_path / "running").keep(0, 0, STATE)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "could not be written" in caplog.text

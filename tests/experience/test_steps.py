@@ -54,9 +54,7 @@ def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_af
 
 @settings(max_examples=60, deadline=None)
 @given(per_step=st.integers(1, 5), extra=st.integers(0, 5), step=st.integers(0, 3), data=st.data())
-def test_the_learner_takes_exactly_what_the_driver_made_also_when_it_died_on_the_way(
-    per_step: int, extra: int, step: int, data: st.DataObject
-) -> None:
+def test_the_learner_takes_exactly_the_drivers_groups_also_after_a_crash(per_step: int, extra: int, step: int, data: st.DataObject) -> None:
     store = Stored()
 
     def outcomes(low: int, high: int) -> int:
@@ -74,7 +72,7 @@ def test_the_learner_takes_exactly_what_the_driver_made_also_when_it_died_on_the
     assert with_preference == per_step or len(taken) == per_step + extra
 
 
-def test_without_extra_groups_no_group_is_read_to_know_whether_a_step_is_whole() -> None:
+def test_without_extra_groups_no_group_is_read_to_complete_a_step() -> None:
     store, steps = Stored(), StepGroups(2)
     store.found = {2: group(2, 0.0, 0.0)}
     assert steps.taken(1, cast(Any, store)) is None
@@ -82,7 +80,7 @@ def test_without_extra_groups_no_group_is_read_to_know_whether_a_step_is_whole()
     assert steps.taken(1, cast(Any, store)) == range(2, 4) and store.read == []
 
 
-def test_a_group_that_says_nothing_gets_another_and_is_read_once(tmp_path: Any) -> None:
+def test_a_group_without_a_preference_gets_another_and_is_read_once(tmp_path: Any) -> None:
     broken = Failure(stage="s", blame=Blame.TASK, kind="k", message="")
     store, steps = SqliteStore(tmp_path / "x.sqlite"), StepGroups(2, 3, min_group_size=2)
     store.put(group(0, 1.0, 0.0))
@@ -112,7 +110,9 @@ def test_tasks_are_those_of_a_run_without_extra_groups_and_each_index_has_its_ow
 @pytest.mark.parametrize(
     ("scores", "smallest", "teaches"), [((1.0, 0.0), 2, True), ((1.0, 0.0), 3, False), ((1.0, 1.0), 2, False), ((), 1, False)]
 )
-def test_a_group_teaches_if_enough_attempts_were_scored_and_not_all_alike(scores: tuple[float, ...], smallest: int, teaches: bool) -> None:
+def test_a_group_has_a_preference_if_enough_attempts_were_scored_differently(
+    scores: tuple[float, ...], smallest: int, teaches: bool
+) -> None:
     assert has_preference(group(0, *scores), min_group_size=smallest) is teaches
 
 
@@ -124,7 +124,7 @@ def test_a_policy_that_does_not_learn_has_one_step_without_end() -> None:
     assert len(steps.indices(0)) == steps.per_step, "without extra groups"
 
 
-def test_what_is_known_of_a_group_is_not_in_what_is_printed() -> None:
+def test_cached_preferences_are_not_in_the_repr() -> None:
     """A run's steps may have read thousands of groups."""
     steps = StepGroups(2)
     steps.know(0, True)

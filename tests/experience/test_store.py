@@ -44,7 +44,7 @@ def store(tmp_path: Path):
     with_path.close()
 
 
-def test_a_group_comes_back_equal_and_in_the_order_asked(store: SqliteStore) -> None:
+def test_groups_are_returned_equal_and_in_the_given_order(store: SqliteStore) -> None:
     face: ExperienceStore = store
     assert [face.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
     assert store.indices() == (0, 1, 2)
@@ -105,7 +105,7 @@ def test_take_with_no_time_looks_once(store: SqliteStore, monkeypatch: pytest.Mo
     assert store.take(0, [0], timeout_s=0) == (make_group(0),)
 
 
-def test_take_looks_ever_less_often_and_never_past_its_deadline(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_polls_less_and_less_often_and_never_past_its_deadline(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pauses = [100.0], list[float]()
 
     def sleep(seconds: float) -> None:
@@ -132,7 +132,7 @@ def test_names_of_missing_groups_are_bounded(store: SqliteStore) -> None:
 
 
 @pytest.mark.parametrize("default", ["FULL", "NORMAL"])
-def test_what_is_stored_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: str) -> None:
+def test_stored_groups_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: str) -> None:
     """Builds of SQLite differ in what a connection starts with."""
     connect = sqlite3.connect
 

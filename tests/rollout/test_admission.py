@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "POLL_S", 0.001)
 
 
-async def test_episodes_begin_as_far_as_the_cache_has_room_by_what_those_in_flight_take() -> None:
+async def test_cache_use_limits_the_episodes_that_start() -> None:
     use: CacheUse | None = None
     crowd = Crowd(Admission(100, use=lambda: use, full=0.9))
     crowd.come(4)
@@ -57,7 +57,7 @@ async def test_episodes_begin_as_far_as_the_cache_has_room_by_what_those_in_flig
     assert crowd.gate.in_flight == 0
 
 
-async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_all() -> None:
+async def test_a_full_cache_delays_episodes_and_a_lost_server_does_not() -> None:
     use: CacheUse | None = CacheUse(reading=1, shares=(1.0,))
     crowd = Crowd(Admission(100, use=lambda: use, full=0.5))
     crowd.come(3)
@@ -75,7 +75,7 @@ async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_al
     assert crowd.gate.in_flight == 0
 
 
-async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> None:
+async def test_the_number_of_episodes_is_limited_whatever_the_cache_use() -> None:
     crowd = Crowd(Admission(2, use=lambda: CacheUse(reading=0, shares=(0.0,)), full=0.9))
     crowd.come(3)
     await crowd.settled(2)
@@ -85,7 +85,7 @@ async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> No
     await asyncio.gather(*crowd.jobs, return_exceptions=True)
 
 
-async def test_a_cache_of_which_next_to_nothing_is_in_use_has_room_for_everybody() -> None:
+async def test_a_nearly_empty_cache_limits_nothing() -> None:
     crowd = Crowd(Admission(3, use=lambda: CacheUse(reading=0, shares=(5e-324,)), full=0.9))
     crowd.come(3)
     await crowd.settled(3)
@@ -93,7 +93,7 @@ async def test_a_cache_of_which_next_to_nothing_is_in_use_has_room_for_everybody
     await asyncio.gather(*crowd.jobs)
 
 
-async def test_several_caches_have_their_room_together_and_a_full_one_takes_none_from_another() -> None:
+async def test_free_shares_of_several_caches_add_up_and_a_full_one_does_not_reduce_them() -> None:
     use: CacheUse | None = None
     crowd = Crowd(Admission(100, use=lambda: use, full=0.8))
     crowd.come(6)

@@ -119,12 +119,12 @@ drawn = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 
 @given(words=words)
 @settings(drawn, max_examples=20)
-def test_whatever_a_policy_says_it_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
+def test_any_text_of_a_policy_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
     ends_scored(store, next(counted), words)
 
 
 @pytest.mark.slow
 @given(words=words)
 @settings(drawn, max_examples=1000)
-def test_whatever_a_policy_says_at_length(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
+def test_any_long_text_of_a_policy_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
     ends_scored(store, next(counted), words)

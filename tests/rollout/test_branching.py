@@ -73,7 +73,7 @@ def talkative(tokenizer: Any) -> ScriptedPolicy:
     return ScriptedPolicy(tokenizer, lambda turn, _: f"{next(fresh)} {SUBMIT if turn == 2 else PYTHON}")
 
 
-async def test_an_episode_goes_on_exactly_where_its_state_was_captured(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_an_episode_continues_exactly_where_its_state_was_captured(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states, sandboxes = States(), ScriptedSandboxes(printing("3\n"))
     whole = await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
     state = codec.from_json(EpisodeState, codec.to_json(states.seen[1]))
@@ -92,7 +92,7 @@ async def test_an_episode_goes_on_exactly_where_its_state_was_captured(tokenizer
     assert rest.wall_s >= state.wall_s and rest.sandbox_s >= state.sandbox_s
 
 
-async def test_the_sandbox_is_opened_from_the_snapshot_and_not_filled_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_sandbox_opens_from_the_snapshot_without_the_tasks_files(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def edit_files(code: str) -> ExecResult:
         (sandbox,) = sandboxes.opened
         sandbox.files = {"b.csv": b"made by the agent"}
@@ -105,7 +105,7 @@ async def test_the_sandbox_is_opened_from_the_snapshot_and_not_filled_again(toke
     assert [sandbox.files for sandbox in again.opened] == [{"b.csv": b"made by the agent"}]
 
 
-async def test_what_was_spent_stays_spent(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_continued_episode_keeps_its_spent_time_and_tokens(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
     late = replace(states.seen[0], wall_s=task.limits.wall_s, program_s=task.limits.wall_s)
@@ -118,7 +118,7 @@ async def test_what_was_spent_stays_spent(tokenizer: Any, task: Task, make_runne
         await make_runner(talkative(tokenizer)).run(replace(task, id="other"), episode_id="e", start=late)
 
 
-async def test_branches_inherit_what_they_did_not_sample(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_branches_inherit_turns_that_they_did_not_sample(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states, sandboxes = States(), ScriptedSandboxes(printing("3"))
     runner = make_runner(talkative(tokenizer), sandboxes)
     await runner.run(task, episode_id="stem", on_turn=states)
@@ -136,7 +136,7 @@ async def test_branches_inherit_what_they_did_not_sample(tokenizer: Any, task: T
     assert len(sandboxes.opened) == 1 + 3 + 1, "each continuation has a sandbox of its own; the leaf submits and needs none"
 
 
-async def test_a_snapshot_that_is_refused_is_the_infrastructures_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_rejected_snapshot_is_an_infrastructure_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Refusing(ScriptedSandboxes):
         async def open(self, *args: Any, snapshot: bytes | None = None, **options: Any) -> Any:
             raise ValueError("not an archive")
@@ -148,7 +148,7 @@ async def test_a_snapshot_that_is_refused_is_the_infrastructures_fault(tokenizer
     assert "not an archive" in episode.failures[0].message
 
 
-async def test_a_working_directory_too_large_to_keep_stops_no_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_working_directory_too_large_to_capture_does_not_stop_the_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
     with pytest.raises(ValueError, match="at most 64 MiB"):
@@ -181,7 +181,7 @@ async def test_a_group_of_stems_and_branches(tokenizer: Any, task: Task, make_ru
     )
 
 
-async def test_a_stem_that_ends_early_leaves_its_places_to_attempts_of_their_own(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_branches_of_a_stem_that_ends_early_start_from_the_task(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = ScriptedPolicy(tokenizer, lambda turn, _: SUBMIT)
     group = await group_runner(make_runner(policy), size=4, turn=1, branches=2).group(0, task)
     assert len(group.scored) == 4 and len(policy.prompts) == 4
@@ -190,7 +190,7 @@ async def test_a_stem_that_ends_early_leaves_its_places_to_attempts_of_their_own
     assert [e.episode.trajectories[0].inherited for e in short.scored] == [(), ()], "after the last turn there is nothing to sample"
 
 
-async def test_a_stem_that_fails_after_the_fork_leaves_its_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_branches_survive_a_stem_that_fails_after_the_fork(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def stem_dies(turn: int, episode: str) -> str:
         if turn == 1 and episode == "g000000-0-a0":
             raise ServingError("gone")
@@ -224,7 +224,7 @@ class Stalling(ScriptedPolicy):
         return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
 
-async def test_a_group_that_died_goes_on_with_the_turns_and_branches_it_had(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_killed_group_continues_with_its_turns_and_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
     shelf, first = Shelf(), Stalling(tokenizer, talkative(tokenizer).script)
     first.exempt = "g000000-3-"
     dying = group_runner(make_runner(first), size=4, keeper=shelf, turn=1, branches=2)
@@ -245,7 +245,7 @@ def turns_kept(shelf: Shelf, member: int) -> tuple[Turn, ...]:
     return () if kept is None else codec.from_json(EpisodeState, kept).trajectories[0].turns
 
 
-async def test_a_stem_found_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_stem_restored_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="g000000-0-a0", on_turn=states)
     first, second = states.seen

@@ -349,7 +349,7 @@ each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(err
 
 
 @each_fault
-async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any, task: Task, error: BaseException) -> None:
+async def test_an_exception_at_any_await_of_an_episode_becomes_a_typed_failure(tokenizer: Any, task: Task, error: BaseException) -> None:
     count, sound = await waits(scene := Scene(tokenizer, task), scene.groups.group(0, scene.task))
     assert sound.scored[0].episode.outputs and count > 25
     seen = Counter[str]()
@@ -392,7 +392,7 @@ async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: 
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.slow)])
-async def test_a_cancellation_at_any_await_leaves_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
+async def test_a_cancellation_at_any_await_propagates_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
     branches = 2 if size > 1 else 0
     count, _ = await waits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.group(0, scene.task))
     for at in range(count):

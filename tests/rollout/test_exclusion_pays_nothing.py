@@ -225,7 +225,7 @@ def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_provoking_pays_no_more_than_failing(way: str) -> None:
+def test_provoking_an_exclusion_scores_no_higher_than_failing(way: str) -> None:
     groups, policy = run_virtually(played(way, seed=WAYS.index(way)))
     excluded = [one for group in groups for one in group.episodes if one.score.value is None]
     assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
@@ -240,7 +240,7 @@ def test_provoking_pays_no_more_than_failing(way: str) -> None:
     assert gained["provoke"] < 0.5 * gained["fail"], gained
 
 
-def test_the_measure_sees_a_way_out() -> None:
+def test_the_measure_detects_a_provoked_exclusion() -> None:
     """With faults that exclude, provoking pays more than failing: the test above would fail."""
 
     class Excluding(Bandit):

@@ -394,7 +394,7 @@ def test_every_fault_of_an_mcp_server_has_the_right_blame(part: str, kind: str, 
     assert became(one) == expected, f"{one.episode.failures} {one.score}"
 
 
-def test_without_a_fault_nothing_is_wrong() -> None:
+def test_an_episode_without_a_fault_has_no_failure() -> None:
     PLANTED.append(Plant("nowhere", "bug"))
     assert became(run_virtually(played(PLANTED[-1]))) == "."
 

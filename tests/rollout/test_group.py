@@ -27,7 +27,7 @@ def group_runner(runner: Any, *, retries: int, size: int = 4) -> GroupRunner:
     return GroupRunner(runner=runner, score=one, slots=asyncio.Semaphore(2), group_size=size, max_retries=retries)
 
 
-async def test_a_fault_is_retried_and_then_forgotten(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_fault_is_retried_and_then_not_recorded(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def fails_first(turn: int, episode: str) -> str:
         if episode.endswith("-a0"):
             raise ServingError("busy")
@@ -38,7 +38,7 @@ async def test_a_fault_is_retried_and_then_forgotten(tokenizer: Any, task: Task,
     assert {e.episode.attempt for e in group.episodes} == {1}
 
 
-async def test_a_fault_that_stays_is_left_out_and_never_scored_zero(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_permanent_fault_is_excluded_and_never_scored_zero(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def one_member_is_cursed(turn: int, episode: str) -> str:
         if "-2-" in episode:
             raise ServingError("no route")
@@ -50,7 +50,7 @@ async def test_a_fault_that_stays_is_left_out_and_never_scored_zero(tokenizer: A
     assert cursed.score.value is None and "no route" in cursed.score.reason
 
 
-async def test_a_broken_task_takes_its_whole_group_out_at_once(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_broken_task_excludes_its_whole_group_at_once(tokenizer: Any, task: Task, make_runner: Any) -> None:
     """One attempt finds that the image cannot be made; the others, which ran no code or wait, are left out with it and not retried."""
 
     class NoImage(ScriptedSandboxes):
@@ -130,7 +130,7 @@ class Together:
         return [one.score if one.episode.left_out else Score(value=float(place)) for place, one in enumerate(scored)]
 
 
-async def test_a_group_is_judged_when_all_of_it_is_done(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_group_is_judged_after_all_attempts_have_ended(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def one_member_is_cursed(turn: int, episode: str) -> str:
         if "-2-" in episode:
             raise ServingError("no route")
@@ -149,7 +149,7 @@ async def test_a_group_is_judged_when_all_of_it_is_done(tokenizer: Any, task: Ta
     assert len(told) == 4 and None not in told
 
 
-async def test_a_group_goes_on_where_its_driver_died_before_it_was_judged(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_group_whose_driver_died_before_judging_is_judged_on_resume(tokenizer: Any, task: Task, make_runner: Any) -> None:
     """The attempts are there, so none is made again; they are judged together, as they would have been."""
 
     class Keeper:

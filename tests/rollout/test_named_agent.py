@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
-async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, tokenizer: Any, tmp_path: Path) -> None:
+async def test_a_user_supplied_agent_runs_the_episodes(task: Task, tokenizer: Any, tmp_path: Path) -> None:
     """The one of the docs: it asks once, and shows the model no tools."""
     (code,) = re.findall(r"```python\n(# parts/agent\.py\n.*?)^```", (ROOT / "docs" / "parts.md").read_text(), re.MULTILINE | re.DOTALL)
     policy = ScriptedPolicy.saying(tokenizer, "3")
@@ -50,7 +50,7 @@ async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, t
     assert "submit" not in asked and "How many?" in asked
 
 
-def test_an_agent_that_cannot_act_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_an_invalid_agent_fails_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("class Part:\n    def __init__(self, *, chat): ...\n    def act(self, episode): ...\n")
     with pytest.raises(PluginError, match=r"rollout\.agent .* act is not async, and will be awaited"):
         check_parts(BASE.but({"rollout.agent": f"{tmp_path}/agent.py:Part"}))
@@ -87,7 +87,7 @@ class Closing:
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object Stubborn.act")  # it does not let itself be closed either
 @pytest.mark.parametrize(("agent", "kind"), [(Stubborn(), "wall_limit"), (Leaving(), "Exited"), (Closing(), "RuntimeError")])
-async def test_whatever_an_agent_does_its_episode_ends(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
+async def test_the_episode_of_any_agent_ends(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
     runner = EpisodeRunner(
         agent=agent,
         policy=ScriptedPolicy.saying(tokenizer, "3"),

@@ -72,7 +72,7 @@ def has_every_token(policy: PacedPolicy, episode: Episode) -> bool:
 
 @given(speed=st.floats(1.5, 100.0), history=st.booleans(), timeout_s=st.sampled_from([20.0, 120.0, 1000.0]))
 @settings(deadline=None, max_examples=25)
-def test_a_policy_that_samples_without_end_on_a_sound_server_is_scored(speed: float, history: bool, timeout_s: float) -> None:
+def test_endless_sampling_on_a_sound_server_is_scored(speed: float, history: bool, timeout_s: float) -> None:
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed)
     sound = ["sound"] if history else []
     (episode,) = played(policy, "babble", before=sound, request_timeout_s=timeout_s)
@@ -112,7 +112,7 @@ def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stal
 
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(2.6, 50.0))
 @settings(deadline=None, max_examples=25)
-def test_a_server_much_slower_than_usual_is_the_machines(speed: float, slower: float) -> None:
+def test_a_server_much_slower_than_usual_is_an_infrastructure_fault(speed: float, slower: float) -> None:
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
     (episode,) = played(policy, "babble", before=[f"babble-before{n}" for n in range(3)], at=begins)
@@ -121,7 +121,7 @@ def test_a_server_much_slower_than_usual_is_the_machines(speed: float, slower: f
 
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(0.2, 1.9))
 @settings(deadline=None, max_examples=25)
-def test_a_server_about_as_fast_as_usual_is_not(speed: float, slower: float) -> None:
+def test_a_server_about_as_fast_as_usual_is_not_a_fault(speed: float, slower: float) -> None:
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
     (episode,) = played(policy, "babble", before=[f"babble-before{n}" for n in range(3)], at=begins)
@@ -146,7 +146,7 @@ def test_many_short_turns_are_not_a_slow_server(wanted: int) -> None:
     assert not episode.left_out
 
 
-def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -> None:
+def test_a_policy_that_cannot_be_cut_off_loses_only_the_request_in_progress() -> None:
     """Its earlier turns are kept as they are, and the rule is the same: here the request was not overdue."""
 
     class Talking(TurnLoop):
@@ -170,7 +170,7 @@ def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -
 
 
 @pytest.mark.parametrize("hold_s", [0.0, 1.4])
-def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_driver_never_costs_a_score(hold_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 50.0)
     task = replace(TASK, limits=replace(TASK.limits, wall_s=4.0))
 
@@ -194,7 +194,7 @@ def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monk
     lost=st.floats(0, 1),
     limit=st.floats(0.1, 10_000.0),
 )
-def test_the_rule(program: float, sampled: float, lost: float, limit: float) -> None:
+def test_the_blame_rule(program: float, sampled: float, lost: float, limit: float) -> None:
     blame = out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
     assert out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
     if lost > LOST + 1e-6:
@@ -250,7 +250,7 @@ def test_slow_is_twice_the_usual() -> None:
     assert (fast.lost_s, slow.lost_s > 0) == (0.0, True)
 
 
-def test_a_run_that_pauses_for_a_slow_server_says_so_and_what_helps() -> None:
+def test_a_run_paused_for_a_slow_server_reports_reason_and_fix() -> None:
     """Not "85 x episode wall_limit ... repair the cause"."""
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 40.0 if now < begins else 0.2)
@@ -292,21 +292,21 @@ def read(policy: PacedPolicy, *names: str, begins: float = 0.0) -> list[Episode]
     return run_virtually(play())
 
 
-def test_what_a_policy_has_the_server_read_is_not_the_servers_slowness() -> None:
+def test_prompt_tokens_do_not_make_the_server_count_as_slow() -> None:
     """Large outputs in its context take the server seconds in which it samples nothing. They do not buy an exclusion."""
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0, reading=250.0)
     (episode,) = read(policy, "reader")
     assert not episode.left_out, episode.failures
 
 
-def test_a_server_that_stalls_for_a_policy_that_reads_is_slow_all_the_same() -> None:
+def test_a_stall_counts_as_slow_also_with_long_prompts() -> None:
     begins = 2000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0 * (now < begins + 5.0), reading=250.0)
     (episode,) = read(policy, "reader", begins=begins)
     assert episode.left_out and episode.failures[0].kind == "slow_server"
 
 
-def test_the_context_is_read_again_after_a_new_version() -> None:
+def test_the_context_is_recomputed_after_a_new_version() -> None:
     pace, now = Pace(), 0.0
     for _ in range(20):
         request = pace.begin(now, reads=10)
@@ -316,7 +316,7 @@ def test_the_context_is_read_again_after_a_new_version() -> None:
     assert old.lost_s == pytest.approx(8.0, abs=0.1) and new.lost_s == 0.0
 
 
-def test_what_others_read_meanwhile_makes_no_server_slow() -> None:
+def test_prompts_of_other_requests_do_not_make_the_server_count_as_slow() -> None:
     pace, now = Pace(), 0.0
     for _ in range(20):
         request = pace.begin(now)
@@ -369,7 +369,7 @@ def test_without_a_measurement_there_is_none(token_s: float) -> None:
     assert not pace.known and pace.slow_start() == ""
 
 
-def test_a_server_that_is_slow_from_its_first_request_on_is_shown_once() -> None:
+def test_a_server_slow_from_its_first_request_is_reported_once() -> None:
     pace = Pace()
     pace.measured(0.05)
     used(pace, 15.0, requests=10)
@@ -391,9 +391,7 @@ def test_a_server_that_is_slow_from_its_first_request_on_is_shown_once() -> None
     cut=st.booleans(),
 )
 @settings(deadline=None, max_examples=50)
-def test_a_pace_that_is_stored_and_restored_judges_as_before(
-    history: list[tuple[int, float]], tokens: int, in_flight: float, cut: bool
-) -> None:
+def test_a_restored_pace_gives_the_same_times(history: list[tuple[int, float]], tokens: int, in_flight: float, cut: bool) -> None:
     pace, now = Pace(), 0.0
     for count, seconds in history:
         pace.end(pace.begin(now), now := now + seconds, tokens=count, at_most=count)
@@ -413,7 +411,7 @@ BAD += [{"all": {"stride": 1, "requests": [[1.0, 1.0, 1.0]]}, "work": {"stride":
 
 
 @pytest.mark.parametrize("data", BAD)
-def test_what_is_no_history_is_refused_and_changes_nothing(data: Any) -> None:
+def test_an_invalid_history_raises_and_changes_nothing(data: Any) -> None:
     pace = Pace()
     used(pace, 10.0)
     with pytest.raises(ValueError, match=r"history|invalid literal"):

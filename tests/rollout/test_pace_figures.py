@@ -47,7 +47,9 @@ def test_the_time_reserved_for_a_cut_is_a_twentieth_and_at_most_5_seconds() -> N
         (None, 11.0, 5.0, 0.0, 6.0),
     ],
 )
-def test_what_a_request_counts_for(tokens: int | None, seconds: float, usual_s: float | None, sampled_s: float, lost_s: float) -> None:
+def test_sampled_and_lost_time_of_a_request(
+    tokens: int | None, seconds: float, usual_s: float | None, sampled_s: float, lost_s: float
+) -> None:
     reading = Reading(tokens=tokens, seconds=seconds, in_flight=1.0, usual_s=usual_s)
     assert (reading.sampled_s, reading.lost_s) == (sampled_s, lost_s)
 
@@ -152,7 +154,7 @@ def test_every_request_of_a_run_has_the_usual_time_of_its_definition(requests: l
         ended.append(subject)
 
 
-def test_a_request_that_takes_no_time_is_no_measurement() -> None:
+def test_a_request_without_duration_is_not_a_measurement() -> None:
     pace = Pace()
     reading = pace.end(pace.begin(5.0), 5.0, tokens=10, at_most=10)
     assert (reading.seconds, reading.in_flight, pace.known) == (0.0, 1.0, False)
@@ -242,7 +244,7 @@ def test_a_measurement_weighs_16_tokens() -> None:
     assert pace.usual_s(1, 1.0, cut=True) == 0.5
 
 
-def test_the_start_is_judged_after_16_measurements_and_at_more_than_twice_the_time() -> None:
+def test_the_start_is_compared_after_16_measurements_and_reported_beyond_twice_the_time() -> None:
     pace, now = Pace(), 0.0
     pace.measured(0.5)
     for number in range(15):
@@ -256,7 +258,7 @@ def test_the_start_is_judged_after_16_measurements_and_at_more_than_twice_the_ti
     assert even.slow_start() == "", "twice is not slow yet"
 
 
-def test_a_batch_that_shares_the_measured_throughput_is_no_slow_start() -> None:
+def test_a_batch_that_shares_the_measured_throughput_is_not_a_slow_start() -> None:
     pace = Pace()
     pace.measured(0.5)
     for round_ in range(4):

@@ -55,7 +55,7 @@ def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: S
         ((0, 0, 0, 0, 0), 0, 5, 5, ""),
     ],
 )
-def test_the_others_begin_only_where_the_first_ones_differ(
+def test_further_attempts_start_only_if_the_first_scores_differ(
     values: tuple[float | None, ...], first: int, began: int, count: int, reason: str
 ) -> None:
     race, numbers = raced(values, size=5, first=first)
@@ -64,7 +64,7 @@ def test_the_others_begin_only_where_the_first_ones_differ(
     assert not any(one.begun for one in race.cancelled) and len(race.episodes) + len(race.cancelled) == 5
 
 
-def test_spare_ones_begin_with_the_first_ones_and_the_slow_are_cancelled() -> None:
+def test_spare_attempts_start_at_once_and_the_slowest_are_cancelled() -> None:
     race, numbers = raced((1, 1, 0, 0, 0, 0), size=4, first=2)
     assert numbers == [0, 1, 2, 3] and [one.score.value for one in race.episodes] == [1, 1]
     assert [(one.reason, one.begun) for one in race.cancelled] == [(EQUAL, False)] * 4, "no life was told of here"
@@ -72,7 +72,7 @@ def test_spare_ones_begin_with_the_first_ones_and_the_slow_are_cancelled() -> No
     assert numbers == [0, 1, 2, 3, 4, 5] and len(race.episodes) == 4 and {one.reason for one in race.cancelled} == {SPARE}
 
 
-def test_what_had_ended_before_a_kill_comes_before_any_decision() -> None:
+def test_attempts_finished_before_a_kill_are_recorded_first() -> None:
     """The first two had differed, so others were begun; that the one which ends first now is equal to its neighbour says nothing."""
     race, numbers = raced((0, 0, 0, 1, 1), size=5, first=2, ended=(0, 1, 3))
     assert numbers[:3] == [0, 1, 3] and sorted(numbers) == [0, 1, 2, 3, 4] and len(race.episodes) == 5
@@ -82,7 +82,7 @@ def test_what_had_ended_before_a_kill_comes_before_any_decision() -> None:
 
 @pytest.mark.parametrize(("size", "first"), [(4, 2), (5, 3), (6, 2)])
 @pytest.mark.parametrize("p", [Fraction(1, 2), Fraction(1, 50), Fraction(4, 5)])
-def test_stopping_weighs_a_task_as_the_documentation_says(size: int, first: int, p: Fraction) -> None:
+def test_stopping_weights_a_task_as_documented(size: int, first: int, p: Fraction) -> None:
     """Over all score vectors: the expected sum of advantages times score functions, in units of grad p, against groups that all play on."""
     stopped = whole = attempts = Fraction(0)
     for values in product((0, 1), repeat=size):

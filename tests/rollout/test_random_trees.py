@@ -85,7 +85,7 @@ async def grown(policy: Noted, task: Task) -> Group:
     return Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(scored))
 
 
-async def test_trees_that_may_not_grow_on_are_nobodys_fault(task: Task, tokenizer: Any) -> None:
+async def test_trees_at_their_limits_have_no_failure(task: Task, tokenizer: Any) -> None:
     for seed, all_tokens in enumerate((500, 900, 1300, 2000, 3000, 4500)):
         limits = Limits(turns=16, turn_tokens=200, episode_tokens=700, all_tokens=all_tokens)
         group = await grown(Noted(tokenizer, seed), replace(task, tools=("python",), limits=limits))

@@ -186,7 +186,7 @@ def test_a_request_without_a_token_at_the_end_is_out_of_time() -> None:
         sampled(requests_of(Server(Part(6.0, 0, CUT)), Watched(0.05), spent_s=70.0))
 
 
-def test_when_an_episode_is_out_of_time() -> None:
+def test_an_episode_is_out_of_time_at_its_limit() -> None:
     async def states() -> list[bool]:
         left = [requests_of(Server(), spent_s=spent_s).out_of_time for spent_s in (75.5, 76.0, 77.0)]
         requests = requests_of(Server(Part(5.9, 3, CUT)), Watched(0.05), spent_s=70.0)
@@ -203,7 +203,7 @@ def test_a_constrained_request_that_ends_in_time_leaves_time() -> None:
     assert [completion.finish_reason for completion in sampled(requests, constraint="json", times=2)] == ["stop", "stop"]
 
 
-def test_a_turn_that_lost_the_time_of_a_request_has_a_slow_server() -> None:
+def test_a_turn_that_lost_the_time_of_a_request_raises_slow_server() -> None:
     server = Server(Part(30.0, 0, CUT))
     with pytest.raises(SlowServer) as error:
         sampled(requests_of(server, limit_s=800.0))
@@ -216,7 +216,7 @@ def test_a_turn_that_lost_the_time_of_a_request_has_a_slow_server() -> None:
         sampled(requests_of(server, Watched(0.05), limit_s=800.0))
 
 
-def test_what_earlier_turns_lost_is_not_this_turns() -> None:
+def test_time_lost_in_earlier_turns_does_not_count_for_this_one() -> None:
     turn = (Part(20.0, 0, CUT), Part(1.0, 5))
     requests = requests_of(Server(*turn, *turn), limit_s=800.0)
     assert len(sampled(requests, times=2)) == 2 and requests.sampling.lost_s == pytest.approx(40.0, abs=0.5)
@@ -311,7 +311,7 @@ def test_an_episode_of_long_programs_has_no_failure() -> None:
     assert ended(program_s=60.0, sampled_s=10.0) is None
 
 
-def test_an_episode_of_long_samples_is_the_policys() -> None:
+def test_an_episode_of_long_samples_is_blamed_on_the_policy() -> None:
     failure = ended(program_s=40.0, sampled_s=40.0)
     assert failure is not None and (failure.stage, failure.blame, failure.kind, failure.turn) == ("generate", Blame.POLICY, "wall_limit", 3)
     assert failure.message == (
@@ -326,14 +326,14 @@ def test_an_episode_of_long_samples_is_the_policys() -> None:
         (0.05, "slow_server", "the server was slow: requests that took over 2 times the usual cost 20.0 s"),
     ],
 )
-def test_an_episode_that_lost_much_time_had_a_slow_server(token_s: float | None, kind: str, slow: str) -> None:
+def test_an_episode_that_lost_much_time_is_blamed_on_the_server(token_s: float | None, kind: str, slow: str) -> None:
     failure = ended(program_s=60.0, sampled_s=15.0, lost_s=20.0, pace=Watched(token_s))
     assert failure is not None and (failure.stage, failure.blame, failure.kind) == ("generate", Blame.INFRASTRUCTURE, kind)
     assert failure.message == f"{slow}, of 100 s: programs took 60.0 s, sampling 35.0 s\n  fix: {ADVICE}"
 
 
 @pytest.mark.parametrize("lost_s", [5.0, 10.0])
-def test_an_episode_whose_time_went_elsewhere_is_the_machines(lost_s: float) -> None:
+def test_other_lost_time_is_an_infrastructure_fault(lost_s: float) -> None:
     failure = ended(program_s=10.0, sampled_s=20.0, lost_s=lost_s)
     assert failure is not None and (failure.stage, failure.blame, failure.kind) == ("episode", Blame.INFRASTRUCTURE, "wall_limit")
     assert failure.message == (

@@ -90,16 +90,14 @@ async def test_the_slowest_are_cancelled_and_leave_nothing_running(tokenizer: An
     assert codec.from_json(Group, codec.to_json(group)) == group
 
 
-async def test_an_attempt_that_has_not_begun_is_not_begun(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_waiting_attempt_never_starts(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: False)
     group = await racing(make_runner(policy), size=2, spare=3, slots=asyncio.Semaphore(1)).group(0, task)
     assert numbers(group) == [0, 1] and [one.begun for one in group.cancelled] == [False] * 3
     assert {name.split("-")[1] for name in policy.asked} == {"0", "1"}
 
 
-async def test_a_spare_attempt_takes_the_place_of_a_failed_one_before_it_is_tried_again(
-    tokenizer: Any, task: Task, make_runner: Any
-) -> None:
+async def test_a_spare_attempt_replaces_a_failed_one_without_a_retry(tokenizer: Any, task: Task, make_runner: Any) -> None:
     """Two places may be lost to faults; the third attempt that fails is the first to be tried again."""
     policy = Slow(
         tokenizer, lambda member, turn: False, lambda name: name.startswith(("g000000-0-", "g000000-1-")) or name == "g000000-2-a0"
@@ -110,7 +108,7 @@ async def test_a_spare_attempt_takes_the_place_of_a_failed_one_before_it_is_trie
     assert all("no route" in one.score.reason for one in group.episodes[:2]), "what failed is told as everywhere"
 
 
-async def test_what_has_no_score_makes_room_for_another(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_an_unscored_attempt_makes_room_for_another(tokenizer: Any, task: Task, make_runner: Any) -> None:
     async def unscored(task: Task, episode: Episode) -> Score:
         value = await by_member(task, episode)
         return Score(value=None, reason="no verdict") if value.value in (0.0, 1.0) else value
@@ -121,7 +119,7 @@ async def test_what_has_no_score_makes_room_for_another(tokenizer: Any, task: Ta
     assert len(lost.episodes) == 4 and len(lost.scored) == 2, "a group that cannot be filled ends with what there is"
 
 
-async def test_a_judge_of_groups_sees_those_that_count(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_group_judge_sees_the_attempts_that_count(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: member == 0)
     group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, together=Together()).group(0, task), PATIENCE_S)
     assert numbers(group) == [1, 2, 3] and [one.score.value for one in group.episodes] == [0.0, 1.0, 2.0] and len(group.cancelled) == 1
@@ -151,7 +149,7 @@ async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task:
     assert not [job for job in asyncio.all_tasks() if job is not asyncio.current_task()]
 
 
-async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_cancelling_a_run_cancels_all_attempts(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: turn == 1)
     running = asyncio.create_task(racing(make_runner(policy), size=2, spare=2).group(0, task))
     while len(policy.waiting) < 4:
@@ -163,7 +161,7 @@ async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, ma
 
 
 @pytest.mark.parametrize("ended", [1, 2, 3])
-async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
+async def test_a_killed_group_is_completed(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
     """Killed when `ended` of 5 attempts had ended, of which 3 are to count: these count, and no turn is sampled twice."""
     keeper = RunningEpisodes(tmp_path)
     first = Slow(tokenizer, lambda member, turn: member >= ended and turn == 1)
@@ -183,7 +181,7 @@ async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Ta
     assert all(one.begun is (ended < 3) for one in group.cancelled), "with enough that had ended, no other begins"
 
 
-async def test_a_hopeless_group_is_stopped_and_another_goes_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_group_with_equal_scores_is_stopped_and_another_continues(tokenizer: Any, task: Task, make_runner: Any) -> None:
     async def half(task: Task, episode: Episode) -> Score:
         return Score(value=float(int(episode.id.split("-")[1]) % 2))
 

@@ -74,7 +74,7 @@ async def test_supports_reach_the_learner_as_they_were_sampled(tokenizer: Any, t
     assert trained == sum(len(turn.completion_ids) for turn in turns) - shared, "trained once, in the first of its branches"
 
 
-async def test_without_truncation_nothing_is_kept(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
+async def test_without_truncation_no_supports_are_stored(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
     group = await play(tokenizer, task, make_runner, Sampling(), tmp_path)
     turns = [turn for scored in group.episodes for turn in scored.episode.trajectories[0].turns]
     samples = assemble(0, [group], RECIPE).batch.samples
@@ -94,7 +94,7 @@ async def test_a_sample_may_join_turns_of_both_kinds(tokenizer: Any, task: Task,
     assert any(first.supports.rows[opening:])
 
 
-async def test_a_policy_that_keeps_its_supports_to_itself_is_never_trained_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_policy_without_supports_is_never_trained_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Silent(ScriptedPolicy):
         async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **others: Any) -> Completion:
             return replace(await super().generate(prompt_ids, params, **others), supports=None)

@@ -61,7 +61,7 @@ def group_of(episode: Episode) -> Group:
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-async def test_thinking_is_ended_in_the_context_and_the_mark_is_trained_by_nobody(thinker: Any, task: Task, top_k: int) -> None:
+async def test_thinking_is_ended_in_the_context_and_the_mark_is_not_trained(thinker: Any, task: Task, top_k: int) -> None:
     """Thinks too long in its first turn, and ends in time in the second."""
 
     def script(turn: int, episode: str) -> str:
@@ -107,7 +107,7 @@ async def test_thinking_is_ended_in_the_context_and_the_mark_is_trained_by_nobod
         (LONG, MOST + 5, 1),  # the mark would not fit: the turn ends where it always did
     ],
 )
-async def test_nothing_is_forced_on_a_turn_that_is_not_in_its_thoughts(
+async def test_nothing_is_forced_on_a_turn_that_has_stopped_thinking(
     thinker: Any, task: Task, text: str, budget: int, requests: int
 ) -> None:
     limits = replace(task.limits, turn_tokens=budget)
@@ -119,7 +119,7 @@ async def test_nothing_is_forced_on_a_turn_that_is_not_in_its_thoughts(
     assert len(made.policy.prompts) == requests  # type: ignore[attr-defined]
 
 
-async def test_a_branch_goes_on_after_a_turn_whose_thinking_was_ended(thinker: Any, task: Task) -> None:
+async def test_a_branch_continues_after_a_turn_with_ended_thinking(thinker: Any, task: Task) -> None:
     states: list[EpisodeState] = []
 
     async def on_turn(turns: int, capture: Capture) -> None:
@@ -141,7 +141,7 @@ async def test_a_branch_goes_on_after_a_turn_whose_thinking_was_ended(thinker: A
     assert made.policy.prompts[-1][: len(begun.prompt_ids + begun.completion_ids)] == begun.prompt_ids + begun.completion_ids  # type: ignore[attr-defined]
 
 
-async def test_a_bound_that_nothing_can_keep_is_the_tasks_fault(tokenizer: Any, task: Task) -> None:
+async def test_an_unenforceable_bound_is_a_task_fault(tokenizer: Any, task: Task) -> None:
     episode = await runner(tokenizer, lambda turn, name: SUBMIT).run(bounded(task), episode_id="e")
     (failure,) = episode.failures
     assert failure.blame is Blame.TASK and "limits.thinking_tokens=40 needs a chat template" in failure.message

@@ -93,7 +93,7 @@ def uses(name: str, **arguments: Any) -> Callable[[int, str], str]:
     return lambda turn, episode: calling(name, **arguments) if turn == 0 else SUBMIT
 
 
-async def test_a_backend_that_refuses_connections_leaves_every_episode_unscored_and_pauses_the_run(
+async def test_a_backend_that_rejects_connections_excludes_every_episode_and_pauses_the_run(
     make_runner: Any, tokenizer: Any, task: Task
 ) -> None:
     BACKEND["url"] = nobody()
@@ -133,7 +133,7 @@ async def test_a_backend_that_comes_back_costs_a_retry(backend: dict[str, int], 
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-async def test_what_the_backend_refuses_is_told_to_the_agent_which_is_scored(
+async def test_the_agent_sees_errors_of_the_backend_and_is_scored(
     status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task
 ) -> None:
     backend["*"] = status
@@ -151,7 +151,7 @@ async def test_an_agent_that_names_a_dead_address_is_scored(make_runner: Any, to
 
 
 @pytest.mark.parametrize("status", [500, 503])
-async def test_an_agent_that_breaks_each_of_its_attempts_is_scored(
+async def test_an_agent_whose_calls_all_fail_is_scored(
     status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task
 ) -> None:
     """Members 0 and 2 know what the backend fails at, and request it, in words that are never the same."""
@@ -177,9 +177,7 @@ async def test_an_agent_that_breaks_each_of_its_attempts_is_scored(
     assert f"HTTP Error {status}" in done.episodes[0].episode.trajectories[0].turns[0].tool_results[0].output
 
 
-async def test_a_tool_that_takes_too_long_for_one_and_not_for_others_is_the_agents_doing(
-    make_runner: Any, tokenizer: Any, task: Task
-) -> None:
+async def test_a_tool_that_times_out_for_only_one_agent_is_blamed_on_it(make_runner: Any, tokenizer: Any, task: Task) -> None:
     def script(turn: int, episode: str) -> str:
         slow = episode.startswith("g000000-0")
         return calling("compute", seconds=30.0 if slow else 0.0) if turn < (1 if slow else 3) else SUBMIT

@@ -81,7 +81,7 @@ async def test_a_sub_agent_has_a_trajectory_and_a_context_of_its_own(tokenizer: 
     assert "height?" not in tokenizer.decode([*policy.prompts[1]]) and "unit?" not in tokenizer.decode([*policy.prompts[5]])
 
 
-async def test_limits_are_those_of_the_episode_and_of_each_context(tokenizer: Any, tree: Task, delegating: Any) -> None:
+async def test_limits_apply_to_the_episode_and_to_each_context(tokenizer: Any, tree: Task, delegating: Any) -> None:
     for turns in range(1, len(SAID)):
         policy = ScriptedPolicy.saying(tokenizer, *SAID)
         short = replace(tree, limits=replace(tree.limits, turns=turns))
@@ -107,7 +107,7 @@ class States:
         self.seen.append(codec.from_json(EpisodeState, codec.to_json(state)))
 
 
-async def test_a_tree_goes_on_from_any_boundary_also_in_the_midst_of_a_helper(tokenizer: Any, tree: Task, delegating: Any) -> None:
+async def test_a_tree_continues_from_any_boundary_also_within_a_sub_agent(tokenizer: Any, tree: Task, delegating: Any) -> None:
     states = States()
     whole = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e", on_turn=states)
     assert [state.turn_count for state in states.seen] == [3, 5]
@@ -170,7 +170,7 @@ class Odd:
         lambda episode: setattr(episode, "answer", 3) or "answered",
     ],
 )
-async def test_an_agent_that_does_something_wrong_costs_its_episode_and_raises_nothing(does: Any, tree: Task, delegating: Any) -> None:
+async def test_a_misbehaving_agent_fails_its_episode_and_raises_nothing(does: Any, tree: Task, delegating: Any) -> None:
     episode = await replace(delegating(None), agent=Odd(does)).run(tree, episode_id="e")
     assert episode.left_out and episode.trajectories[0].stop_reason == "failed" and episode.answer is None
 
@@ -246,7 +246,7 @@ async def test_every_sampled_token_of_a_tree_is_trained_once_in_its_own_context(
     assert [one.episode_id for one in counted_samples([group])] == [one.episode_id for one in samples]
 
 
-async def test_branches_of_a_tree_train_what_they_share_once(tokenizer: Any, tree: Task, delegating: Any) -> None:
+async def test_branches_of_a_tree_train_shared_turns_once(tokenizer: Any, tree: Task, delegating: Any) -> None:
     states = States()
     stem = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e", on_turn=states)
     others = (*SAID[:3], "5 cm", "6 cm", "30 cm2")

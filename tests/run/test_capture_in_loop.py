@@ -64,7 +64,7 @@ async def played(folder: Path, **capture: Any) -> Any:
         return SimpleNamespace(lost=run.capture.lost, spent_s=run.capture.spent_s, recipe=recipe)
 
 
-async def test_an_evaluation_that_is_made_again_replaces_the_one_before(tmp_path: Path) -> None:
+async def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path: Path) -> None:
     recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 4, "evaluation.heldout_real": 0})
     async with opened(tmp_path, Journaled(tmp_path / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
         run.groups = replace(run.groups, score=judge)
@@ -75,7 +75,7 @@ async def test_an_evaluation_that_is_made_again_replaces_the_one_before(tmp_path
     assert told == {"before": 4, "after": 4}
 
 
-async def test_failures_of_training_and_evaluation_are_captured_named_reported_and_promoted(tmp_path: Path) -> None:
+async def test_failures_of_training_and_evaluation_are_captured_tagged_reported_and_promoted(tmp_path: Path) -> None:
     run = await played(tmp_path)
     assert run.lost == 0
     with Collection(tmp_path) as collection:
@@ -99,7 +99,7 @@ async def test_failures_of_training_and_evaluation_are_captured_named_reported_a
     assert "misread output, turn 2" in page and "12 episodes of training and evaluations failed" in page
 
 
-async def test_a_capture_that_cannot_write_costs_the_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_capture_that_cannot_write_does_not_affect_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -108,7 +108,7 @@ async def test_a_capture_that_cannot_write_costs_the_run_nothing(tmp_path: Path,
     assert measure.read_evaluation(tmp_path, "after")["heldout"]["n"] == 4
 
 
-async def test_a_rule_of_the_recipe_is_asked(tmp_path: Path) -> None:
+async def test_a_rule_of_the_recipe_is_applied(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from agentrl.failure.trace import Tag\ndef mine(trace):\n    return Tag(name='mine', by='me', turn=0)\n"
     )

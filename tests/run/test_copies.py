@@ -45,7 +45,7 @@ class Backend(ScriptedSandboxes):
 @pytest.mark.parametrize(
     ("way", "said"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file in it is missing"), ("does", None)]
 )
-async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, said: str | None, task: Task) -> None:
+async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(way: str, said: str | None, task: Task) -> None:
     for key, changes in {
         "rollout.delegation.sandbox=own": OWN,
         "rollout.checkpoint_turns": {"rollout.checkpoint_turns": True},
@@ -64,7 +64,7 @@ async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, 
     assert not backend.opened, "nobody needs them, or they are proven elsewhere"
 
 
-def test_sub_agents_that_use_no_sandbox_need_none_of_their_own() -> None:
+def test_sub_agents_without_sandbox_tools_need_no_sandbox() -> None:
     recipe = BASE.but(OWN)
     with pytest.raises(RecipeError, match=r"sandbox=own does nothing: none of rollout\.delegation\.tools"):
         check_delegation(recipe.but({"rollout.delegation.tools": ["submit"]}), root=Path())

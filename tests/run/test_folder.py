@@ -45,7 +45,7 @@ def test_a_fresh_run_gets_the_first_free_folder_and_resume_the_last_that_holds_o
     assert folder_for(tmp_path) == tmp_path / "q-3"
 
 
-def test_a_finished_run_is_finished_under_its_own_recipe_alone(tmp_path: Path) -> None:
+def test_a_run_is_finished_only_under_its_own_recipe(tmp_path: Path) -> None:
     """Else `--resume` starts a server, evaluates and exports everything a second time."""
     hold_run(tmp_path)
     assert finished(tmp_path, RECIPE) is None, "the driver was killed"
@@ -82,7 +82,7 @@ def test_resume_needs_a_run_and_makes_no_folder(tmp_path: Path) -> None:
         folder_for(tmp_path, wanted=tmp_path / "empty", resume=True)
 
 
-def test_a_resumed_run_has_its_overrides_again_and_says_what_changes(tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_its_overrides_and_reports_changes(tmp_path: Path) -> None:
     hold_run(tmp_path, ["steps=24", "learner.lr=1e-3", "critic={}", "objective.advantage=gae"])
     before = given_before(tmp_path)
     assert check_same(tmp_path, apply_overrides(RECIPE, list(before))) == []
@@ -93,7 +93,7 @@ def test_a_resumed_run_has_its_overrides_again_and_says_what_changes(tmp_path: P
     assert "steps" in error.value.fix and "docs/" not in str(error.value)
 
 
-def test_a_damaged_record_of_the_start_is_told(tmp_path: Path) -> None:
+def test_a_damaged_start_record_is_reported(tmp_path: Path) -> None:
     assert given_before(tmp_path) == ()
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"run\.json is damaged"):
@@ -130,7 +130,7 @@ OVERRIDES = st.lists(KEYS.flatmap(lambda key: st.sampled_from([f"{key}={value}" 
 
 
 @given(OVERRIDES, OVERRIDES)
-def test_merged_overrides_mean_what_both_mean_one_after_the_other(earlier: list[str], later: list[str]) -> None:
+def test_merged_overrides_equal_both_in_sequence(earlier: list[str], later: list[str]) -> None:
     frame = ["objective.advantage=gae", "critic={}"]
     one_by_one = apply_overrides(RECIPE, [*frame, *earlier, *later])
     assert apply_overrides(RECIPE, list(merged([*frame, *earlier], later))) == one_by_one
@@ -168,7 +168,7 @@ def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
         assert free != decides, f"{key}: is it resumable ({free}), or does it decide what a run learns ({decides})?"
 
 
-def test_what_helps_a_slow_server_may_change_on_a_resume(tmp_path: Path) -> None:
+def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> None:
     hold_run(tmp_path)
     faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.max_retries=5"]
     assert len(check_same(tmp_path, apply_overrides(RECIPE, faster))) == 4
@@ -177,7 +177,7 @@ def test_what_helps_a_slow_server_may_change_on_a_resume(tmp_path: Path) -> None
     assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
 
 
-def test_servers_of_judges_may_be_given_more_but_not_other_weights(tmp_path: Path) -> None:
+def test_judge_servers_may_get_more_resources_but_not_other_weights(tmp_path: Path) -> None:
     recipe = apply_overrides(RECIPE, ['judge_servers.small={"model": "m"}'])
     hold_run(tmp_path, recipe=recipe)
     assert check_same(tmp_path, apply_overrides(recipe, ["judge_servers.small.threads=2"])) == ["judge_servers.small.threads 1 -> 2"]

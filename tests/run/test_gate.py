@@ -163,7 +163,7 @@ def states(run: Any) -> list[str]:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_episodes(tmp_path: Path) -> None:
+async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both_episodes(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     publish(run, 1, 0, "good 1")
     publish(run, 2, 1, "good 2")
@@ -210,7 +210,7 @@ async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_is_judged_twice(
+async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_version_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies as the evaluation is written down, then after the verdict and before what follows from it, then after that."""
@@ -248,7 +248,7 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew", "a full disk"])
-async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_not_promoted(
+async def test_a_version_that_passes_while_being_retracted_is_reported_and_not_promoted(
     meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await opened(tmp_path)
@@ -279,7 +279,7 @@ async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_n
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_path: Path) -> None:
+async def test_a_verdict_of_another_version_or_with_an_invalid_target_is_reported(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serving_the_second(run, "bad", "bad c01")
     await looked(run)
@@ -296,7 +296,7 @@ async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_p
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_refused(tmp_path: Path) -> None:
+async def test_the_result_is_the_last_promoted_version_if_the_newest_is_blocked(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.action": "block", "steps": 4})
     for number, weights in ((1, "good 1"), (2, "good 2"), (3, "good 3"), (4, "awful")):
@@ -316,7 +316,7 @@ async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_ref
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_case_is_tried_as_often_as_it_says_and_held_to_its_own_threshold(tmp_path: Path) -> None:
+async def test_a_case_has_its_own_repeats_and_threshold(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     own = {"c03": {"repeats": 6}, "c05": {"repeats": 6, "threshold": 0.0}}
     run.suite = replace(run.suite, cases=tuple(replace(case, **own.get(case.id, {})) for case in run.suite.cases))
@@ -352,7 +352,7 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_judged_anew(tmp_path: Path) -> None:
+async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.max_rollbacks": 1, "gate.every": 1, "steps": 9})
     await looked(run)
@@ -373,7 +373,7 @@ async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_the_learner_is_not_asked_back_once_it_has_published_the_last_version(tmp_path: Path) -> None:
+async def test_no_rollback_is_requested_after_the_last_version(tmp_path: Path) -> None:
     """It has ended: the request would stand until the run was given more steps, and undo whatever was promoted by then."""
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
@@ -406,7 +406,7 @@ async def test_a_request_that_came_too_late_is_void_once_the_last_version_is_pro
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_what_another_version_sampled_is_unscored_and_too_little_is_not_judged(tmp_path: Path) -> None:
+async def test_attempts_of_another_version_are_unscored_and_too_few_scores_give_no_verdict(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await looked(run)
     publish(run, 1, 0, "good 1")
@@ -431,7 +431,7 @@ async def test_what_another_version_sampled_is_unscored_and_too_little_is_not_ju
     await plain.close(run)
 
 
-def test_where_two_episodes_part() -> None:
+def test_the_first_different_turn_of_two_episodes() -> None:
     def words(*turns: tuple[str, str]) -> dict[str, Any]:
         return {"messages": [{"role": "assistant", "content": said, "tool_calls": [{"name": call}]} for said, call in turns]}
 
@@ -442,7 +442,7 @@ def test_where_two_episodes_part() -> None:
     assert parting_turn(one, words(("a", "python"))) == parting_turn(words(("a", "python")), one) == 2 and parting_turn({}, {}) is None
 
 
-def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: Path) -> None:
+def test_a_rollback_request_is_void_once_its_version_has_other_weights(tmp_path: Path) -> None:
     registry = FolderRegistry(tmp_path)
     for number in range(3):
         plain.publish(registry, number, number - 1 if number else None, b"%d" % number)
@@ -458,6 +458,6 @@ def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: 
         rollback.Request(version=2, sha256="", to=2, to_sha256="", reason="")
 
 
-def test_settings_that_do_nothing_are_refused() -> None:
+def test_settings_that_do_nothing_raise() -> None:
     with pytest.raises(UserError, match="does nothing"):
         RECIPE.but({"gate.action": "block", "gate.max_rollbacks": 3})

@@ -46,7 +46,7 @@ def with_image(suite: Suite, case_id: str, image: str) -> Suite:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_judgement_reports_its_stage_its_attempts_and_its_rate(tmp_path: Path) -> None:
+async def test_the_gate_reports_stage_attempts_and_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
     await judge_version(run, run.registry.get(0))
@@ -58,7 +58,7 @@ async def test_a_judgement_reports_its_stage_its_attempts_and_its_rate(tmp_path:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_on_a_server_of_its_own_the_stage_stays_that_of_the_run(tmp_path: Path) -> None:
+async def test_a_gate_on_its_own_server_does_not_change_the_stage(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.gate_server = SimpleNamespace(policy=Player(run))
     reports = Reports(run)
@@ -70,7 +70,7 @@ async def test_on_a_server_of_its_own_the_stage_stays_that_of_the_run(tmp_path: 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("image", ["gone", "none"])
-async def test_cases_whose_image_cannot_be_made_are_reported_and_unscored(image: str, tmp_path: Path) -> None:
+async def test_cases_whose_image_cannot_be_built_are_reported_and_unscored(image: str, tmp_path: Path) -> None:
     """`gone` is the image of one case, `none` that of the others."""
     run = await opened(tmp_path)
     run.suite = with_image(run.suite, "c03", "gone")
@@ -89,7 +89,7 @@ async def test_cases_whose_image_cannot_be_made_are_reported_and_unscored(image:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_of_which_no_attempt_was_scored_is_not_judged_and_has_no_rate(tmp_path: Path) -> None:
+async def test_a_version_without_a_scored_attempt_has_no_verdict_and_no_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
     say = run.player.say
@@ -107,7 +107,7 @@ async def test_a_version_of_which_no_attempt_was_scored_is_not_judged_and_has_no
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_shown(tmp_path: Path) -> None:
+async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_path: Path) -> None:
     """c00 fails as often as before. At c09 a score of 0 passes, so there is no episode to show."""
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4, "gate.action": "block", "steps": 8})
@@ -132,7 +132,7 @@ async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_case_whose_content_has_changed_is_neither_compared_nor_shown(tmp_path: Path) -> None:
+async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
     await serving_the_second(run, "good 1", "bad c03 c05 c06")
@@ -165,7 +165,7 @@ async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_show
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_suite_whose_cases_have_all_changed_begins_with_a_new_reference(tmp_path: Path) -> None:
+async def test_a_suite_whose_cases_all_changed_starts_with_a_new_baseline(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serving_the_second(run, "good 1", "bad c03")
     for case in run.suite.cases:
@@ -200,7 +200,7 @@ async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_v
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_versions_are_due_at_the_pace_of_the_recipe_from_the_newest_that_has_a_verdict(tmp_path: Path) -> None:
+async def test_versions_are_due_at_the_recipes_interval_from_the_newest_with_a_verdict(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 5})
     for number in range(1, 6):
@@ -223,7 +223,7 @@ async def test_versions_are_due_at_the_pace_of_the_recipe_from_the_newest_that_h
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_undone_or_about_to_be_is_not_judged_unless_it_is_the_last(tmp_path: Path) -> None:
+async def test_a_rolled_back_version_is_not_evaluated_unless_it_is_the_last(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
     for number in (1, 2, 3):
@@ -239,7 +239,7 @@ async def test_a_version_that_is_undone_or_about_to_be_is_not_judged_unless_it_i
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_what_serves_stays_where_nothing_was_promoted_or_it_is_what_was_promoted(tmp_path: Path) -> None:
+async def test_the_serving_version_stays_if_nothing_else_was_promoted(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serve_result(run)
     await looked(run)

@@ -72,7 +72,7 @@ async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] 
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_versions_are_served_while_one_is_judged_up_to_the_next_that_is_due(tmp_path: Path) -> None:
+async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number in range(1, 6):
         publish(run, number, number - 1, f"good {number}")
@@ -102,7 +102,7 @@ async def test_versions_are_served_while_one_is_judged_up_to_the_next_that_is_du
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_refused_after_newer_ones_serve_is_undone_with_them(tmp_path: Path) -> None:
+async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_them(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03 c07"), 1):
         publish(run, number, number - 1, weights)
@@ -130,7 +130,7 @@ async def test_a_version_that_is_refused_after_newer_ones_serve_is_undone_with_t
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("stop", [3, 4])
-async def test_an_interrupted_run_gives_the_judgement_up_and_the_next_one_makes_it_and_what_a_verdict_left_undone(
+async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     """Version 4 waits until version 2 has been judged: an interrupt ends that wait too."""
@@ -170,7 +170,7 @@ async def test_an_interrupted_run_gives_the_judgement_up_and_the_next_one_makes_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_an_interrupt_ends_the_wait_for_the_last_judgement(tmp_path: Path) -> None:
+async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     run.recipe = OWN.but({"steps": 1})
     publish(run, 1, 0, "good 1")
@@ -191,7 +191,7 @@ async def test_an_interrupt_ends_the_wait_for_the_last_judgement(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_versions_that_a_driver_left_unjudged_are_judged_in_order_where_their_weights_are_left(tmp_path: Path) -> None:
+async def test_versions_left_without_a_verdict_are_evaluated_in_order_if_their_weights_exist(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     run.recipe = OWN.but({"gate.every": 1})
     for number in range(1, 4):
@@ -207,7 +207,7 @@ async def test_versions_that_a_driver_left_unjudged_are_judged_in_order_where_th
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("error", [SwapError("the probe disagrees"), ServingError("it died 6 times")])
-async def test_a_gate_that_cannot_judge_ends_the_run(tmp_path: Path, error: Exception) -> None:
+async def test_a_gate_that_fails_ends_the_run(tmp_path: Path, error: Exception) -> None:
     run = await beside(tmp_path)
     run.gate_server.refuses = lambda version: error
     with pytest.RaisesGroup(pytest.RaisesExc(type(error), match=str(error)), flatten_subgroups=True):
@@ -216,7 +216,7 @@ async def test_a_gate_that_cannot_judge_ends_the_run(tmp_path: Path, error: Exce
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_retracted_while_it_is_judged_is_judged_again_with_its_new_weights(tmp_path: Path) -> None:
+async def test_a_version_retracted_during_its_evaluation_is_evaluated_with_its_new_weights(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "awful", "good 3"), 1):
         publish(run, number, number - 1, weights)
@@ -242,7 +242,7 @@ async def test_a_version_that_is_retracted_while_it_is_judged_is_judged_again_wi
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_a_limit_of_the_learner_undid_is_not_taken_in(tmp_path: Path) -> None:
+async def test_a_version_rolled_back_by_the_learners_limit_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, parent, weights in ((1, 0, "good 1"), (2, 1, "awful"), (3, 1, "good 1"), (4, 3, "good 4")):
         publish(run, number, parent, weights)
@@ -255,7 +255,7 @@ async def test_a_version_that_a_limit_of_the_learner_undid_is_not_taken_in(tmp_p
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_about_to_be_undone_is_not_taken_in(tmp_path: Path) -> None:
+async def test_a_version_about_to_be_rolled_back_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03", "awful"), 1):
         publish(run, number, number - 1, weights)
@@ -274,7 +274,7 @@ async def test_a_version_that_is_about_to_be_undone_is_not_taken_in(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_retracted_before_its_turn_is_judged_when_the_same_weights_serve_again(tmp_path: Path) -> None:
+async def test_a_version_retracted_before_its_evaluation_is_evaluated_when_it_serves_again(tmp_path: Path) -> None:
     """The learner makes a step again from the same groups, and may come to the same weights."""
     run = await beside(tmp_path)
     for number in range(1, 5):

@@ -78,7 +78,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_driver_costs_no_turn_that_was_finished(tmp_path: Path, backend: str) -> None:
+def test_a_killed_driver_loses_no_finished_turn(tmp_path: Path, backend: str) -> None:
     """Killed when every episode waits for its third turn, with two notes in its sandbox. The notes, their order and every token are
     those of before, although the process, its sandboxes and all memory are gone."""
     first = start(tmp_path, backend, 2)
@@ -103,7 +103,7 @@ def test_a_killed_driver_costs_no_turn_that_was_finished(tmp_path: Path, backend
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_run_ends_with_whole_episodes(tmp_path: Path) -> None:
+def test_a_driver_killed_at_any_moment_resumes_to_complete_episodes(tmp_path: Path) -> None:
     """Killed again and again wherever it is; whatever the stored episodes hold was sampled under their names, once for each turn."""
     for answers in (1, 5, 9, 14, 19):
         kill_when(start(tmp_path, "scripted", -1), lambda answers=answers: len(journal(tmp_path)) >= answers)  # type: ignore[misc]
@@ -130,7 +130,7 @@ def test_a_damaged_state_costs_its_episode_and_no_other(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "running").iterdir()] == ["damaged-000001-2.state"]
 
 
-async def test_without_checkpoints_nothing_is_kept(tmp_path: Path) -> None:
+async def test_without_checkpoints_no_state_is_stored(tmp_path: Path) -> None:
     recipe, policy = make_recipe(checkpoint_turns=False), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         await loop._roll_out(run)
@@ -145,7 +145,7 @@ def broken(index: int) -> Task | None:
     return replace(make_task(1), tools=("pyhton",)) if index in (1, 3) else None
 
 
-async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_broken_tasks_are_excluded_and_the_run_continues(tmp_path: Path) -> None:
     recipe, policy = make_recipe(groups_per_step=5, group_size=2), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
@@ -165,7 +165,7 @@ async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> 
     assert {index: reason for index, reason in dropped.items() if index in (1, 2, 3)} == dict.fromkeys((1, 2, 3), "broken_task")
 
 
-async def test_groups_whose_attempts_score_the_same_get_others_that_a_resumed_run_does_not_make_again(tmp_path: Path) -> None:
+async def test_groups_with_equal_scores_get_extra_groups_that_a_resumed_run_does_not_repeat(tmp_path: Path) -> None:
     recipe, policy = make_recipe(groups_per_step=2, extra_groups=3, group_size=2), Journaled(tmp_path / "journal.jsonl")
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
@@ -177,7 +177,7 @@ async def test_groups_whose_attempts_score_the_same_get_others_that_a_resumed_ru
         assert len(policy.prompts) == 4 * 10
 
 
-async def test_attempts_that_groups_go_on_without_are_counted_and_leave_nothing(tmp_path: Path) -> None:
+async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) -> None:
     """All score the same: of five attempts three begin, two decide, and the third is cancelled or came too late."""
     recipe, policy = make_recipe(group_size=4, spare_attempts=1, stop_equal_after=2), Journaled(tmp_path / "journal.jsonl")
     for _ in range(2):
@@ -206,7 +206,7 @@ async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path
             assert run.store.groups([index])[0].fault is not None, "what was found out is stored"
 
 
-async def test_a_run_that_ended_in_its_last_evaluation_needs_no_learner_to_go_on(tmp_path: Path) -> None:
+async def test_a_run_stopped_in_its_last_evaluation_resumes_without_a_learner(tmp_path: Path) -> None:
     """All steps were made and the driver died: there is nothing left to wait for."""
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("")), make_recipe(), Family()) as run:
         run.served = SimpleNamespace(version=run.recipe.steps)  # type: ignore[assignment]
@@ -216,7 +216,7 @@ async def test_a_run_that_ended_in_its_last_evaluation_needs_no_learner_to_go_on
 
 
 @pytest.mark.bubblewrap
-async def test_a_resumed_run_keeps_what_is_running_and_forgets_what_is_stored(tmp_path: Path) -> None:
+async def test_a_resumed_run_keeps_checkpoints_of_running_groups_only(tmp_path: Path) -> None:
     """The driver died between storing group 0 and forgetting its episodes; group 1 was still running."""
     _, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", ["rollout.checkpoint_turns=true", "rollout.branching={}"])
     recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap", "warm": 0})})

@@ -113,7 +113,7 @@ async def test_a_group_reads_the_version_of_its_step_and_a_resumed_run_reads_wha
         await played(tmp_path / "gap", range(3, 4), Family(), tuple(whole[:1]))
 
 
-async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp_path: Path) -> None:
+async def test_the_memory_audit_finds_exactly_what_is_wrong(tmp_path: Path) -> None:
     groups = await played(tmp_path / "r", range(4), Again(), heldout=True)
     report = audit(tmp_path / "r")
     assert report.ok and report.version == 2 and (report.episodes, report.writers) == (24, 20) and report.readers == 12
@@ -145,7 +145,7 @@ async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp
 
 @pytest.mark.parametrize("line", [b"\xff", b"[]", b"3", b"[" * 100_000, b'{"phase": "before"}', b'{"episode": "a", "task": "b", "how": 1}'])
 @pytest.mark.parametrize("name", ["episodes/before.jsonl", ANSWERS])
-def test_a_line_that_is_damaged_is_named_and_proves_nothing(tmp_path: Path, name: str, line: bytes) -> None:
+def test_a_damaged_line_is_reported_and_proves_nothing(tmp_path: Path, name: str, line: bytes) -> None:
     (tmp_path / "episodes").mkdir()
     (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
     (tmp_path / name).write_bytes(b"\n".join([line, b""]))
@@ -153,7 +153,7 @@ def test_a_line_that_is_damaged_is_named_and_proves_nothing(tmp_path: Path, name
         audit(tmp_path)
 
 
-def test_readings_that_name_nobody_are_wrong(tmp_path: Path) -> None:
+def test_readings_without_a_source_are_wrong(tmp_path: Path) -> None:
     (tmp_path / "episodes").mkdir()
     (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
     about = {"phase": "before", "split": "heldout", "task_id": "x"}
@@ -162,7 +162,7 @@ def test_readings_that_name_nobody_are_wrong(tmp_path: Path) -> None:
     assert audit(tmp_path).wrong == 3
 
 
-async def test_a_case_from_a_turn_is_played_again_without_reading_or_writing() -> None:
+async def test_a_case_is_replayed_without_reading_or_writing_notes() -> None:
     tokenizer = byte_tokenizer()
     words = [call("recall", query="where") + call("note", text="here"), call("recall") + call("note"), call("submit", answer="1")]
     store = NoteStore(None, MemoryConfig())
@@ -194,7 +194,7 @@ async def test_a_case_from_a_turn_is_played_again_without_reading_or_writing() -
     assert replayed.recall("where")[0] and replayed.recall("where") == (False, "this call was not recorded")
 
 
-def test_a_look_for_answers_that_fails_is_told_and_no_silence(tmp_path: Path) -> None:
+def test_a_failed_search_for_answers_is_reported(tmp_path: Path) -> None:
     """A clean run and one in which nobody could look are not the same."""
     broken: Any = object()
     told = keep_answers(tmp_path, again(0), [broken], phase="train", step=1)

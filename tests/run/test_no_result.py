@@ -105,7 +105,9 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
     ],
     ids=["verifier gives text", "verifier raises", "groups never differ", "all quarantined", "no sandbox opens"],
 )
-async def test_a_run_without_a_result_says_why(tmp_path: Path, family: Family, dead: bool, left_out: dict[str, int], problem: str) -> None:
+async def test_a_run_without_a_result_reports_why(
+    tmp_path: Path, family: Family, dead: bool, left_out: dict[str, int], problem: str
+) -> None:
     summary = await one_step(tmp_path, family, Dead(printing("3")) if dead else ScriptedSandboxes(printing("3")))
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert line.get("reward_mean") == (None if left_out else 1.0), "no score is not zero"
@@ -117,7 +119,7 @@ async def test_a_run_without_a_result_says_why(tmp_path: Path, family: Family, d
         assert kept["step"] == 1 and [len(ids) for ids in kept["left_out"].values()] == [6]
 
 
-async def test_a_step_that_is_made_again_is_counted_once(tmp_path: Path) -> None:
+async def test_a_repeated_step_is_counted_once(tmp_path: Path) -> None:
     await one_step(tmp_path, judged_by(in_words), ScriptedSandboxes(printing("3")))
     (tmp_path / "experience.sqlite").unlink()
     summary = await one_step(tmp_path, judged_by(broken_for_all), ScriptedSandboxes(printing("3")))
@@ -151,7 +153,7 @@ class Registry:
         assert evals == {}
 
 
-async def test_an_evaluation_that_is_complete_is_not_made_again(tmp_path: Path) -> None:
+async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
     """Of the same weights, under the same settings. A stop in the first step would repeat the one before training."""
     recipe = make_recipe(max_retries=0).but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
 
@@ -181,9 +183,7 @@ class Rates:
         self.rates = evals
 
 
-async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(max_retries=0)
 
     @asynccontextmanager
@@ -216,9 +216,7 @@ async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_c
     assert not any("ended early" in problem for problem in summary.problems)
 
 
-async def test_a_start_that_fails_before_it_begins_says_nothing_of_the_driver_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_start_does_not_change_the_record_of_the_earlier_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise InfrastructureError("no sandboxes")
 

@@ -50,7 +50,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
+async def test_no_file_of_a_run_contains_a_planted_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, refused: bool
 ) -> None:
     monkeypatch.setattr(secrets, "_read", set())
@@ -116,7 +116,7 @@ def watch(stop: threading.Event, seen: list[str]) -> None:
 @pytest.mark.parametrize(
     "backend", [pytest.param("bubblewrap", marks=pytest.mark.bubblewrap), pytest.param("docker", marks=pytest.mark.docker)]
 )
-async def test_a_sandbox_has_no_variable_of_the_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_has_no_environment_variable_of_the_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", TOKEN)
     monkeypatch.setenv("INNOCENT_NAME", KEY)
     config = SandboxConfig(backend=backend, max_open=1, warm=0)

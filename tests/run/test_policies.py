@@ -60,12 +60,12 @@ def test_a_model_of_another_origin_has_the_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"temperature": "hot", "top_k": 0, "top_p": 1, "min_p": 0}', "[" * 100_000])
-def test_a_record_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_sampling_record_raises(text: str, tmp_path: Path) -> None:
     with pytest.raises((UserError, ValueError)):
         asked(model_of(tmp_path / "m", agentrl_sampling_json=text), tmp_path)
 
 
-def test_across_two_ways_of_sampling_there_is_no_verdict_unless_forced(tmp_path: Path) -> None:
+def test_different_sampling_gives_no_verdict_unless_forced(tmp_path: Path) -> None:
     def evaluated(name: str, score: float, **sampling: Any) -> str:
         settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "supports": False} | sampling
         about = results.About(

@@ -49,7 +49,7 @@ def asked(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> None:
+def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> None:
     pinned = Baseline(model="m", version=3, scores=(0.0, None))
     first = make_suite(
         project / "evals" / "one",
@@ -97,7 +97,7 @@ def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> No
     assert shown.exit_code == 0 and "What is case bad?" in shown.stdout
 
 
-def test_a_policy_that_passes_ends_with_0_and_can_be_pinned(project: Path) -> None:
+def test_a_passing_policy_exits_with_0_and_can_be_pinned(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("flaky", threshold=0.5))
     code, printed = asked(suite.folder, "--repeats", "2", "--pin", "--run-dir", project / "r")
     assert code == 0 and "s: 2 of 2 cases passed, 0 failed" in printed and "pass@1  0.750" in printed
@@ -106,7 +106,7 @@ def test_a_policy_that_passes_ends_with_0_and_can_be_pinned(project: Path) -> No
     assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare finds it there"
 
 
-def test_a_case_that_failed_reads_well_and_moves_no_cursor(project: Path) -> None:
+def test_a_failed_case_is_printed_readably_without_escape_sequences(project: Path) -> None:
     suite = make_suite(project / "s", make_case("bad"), make_case("good"))
     code, printed = asked(suite.folder, "--run-dir", project / "r")
     assert code == 1 and "\x1b" not in printed and "\u202e" not in printed
@@ -117,14 +117,14 @@ def test_a_case_that_failed_reads_well_and_moves_no_cursor(project: Path) -> Non
     assert any(text.startswith("note      seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
 
 
-def test_a_case_whose_image_is_gone_is_unscored_and_the_others_are_asked(project: Path) -> None:
+def test_a_case_without_its_image_is_unscored_and_the_others_run(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("good_too", image="gone"))
     code, printed = asked(suite.folder, "--run-dir", project / "r", "--junit", project / "out.xml")
     assert code == 1 and "s: 1 of 2 cases passed, 0 failed, 1 unscored" in printed and "no sandbox image at gone" in printed, printed
     assert "\x1b" not in printed and 'errors="1"' in (project / "out.xml").read_text()
 
 
-def test_code_that_raises_what_would_end_the_program_costs_its_own_case_and_is_named(project: Path) -> None:
+def test_code_that_raises_system_exit_costs_only_its_case(project: Path) -> None:
     names = ("good", "good_leaves", "leaves", "exits")
     suite = make_suite(project / "s", *map(make_case, names))
     code, printed = asked(suite.folder, "--run-dir", project / "r")
@@ -139,7 +139,7 @@ def _attempts(run: Path) -> list[results.Attempt]:
     return sorted(results.load(run / "suite").attempts, key=lambda one: one.case)
 
 
-def test_what_cannot_be_used_is_told_before_anything_is_asked(project: Path) -> None:
+def test_unusable_suites_are_reported_before_anything_runs(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"))
     for wrong, said in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):
         done = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *wrong, "--run-dir", str(project / "r")])
@@ -148,7 +148,7 @@ def test_what_cannot_be_used_is_told_before_anything_is_asked(project: Path) -> 
         assert not (project / "r" / "recipe.json").exists(), "the folder holds no run"
 
 
-def test_a_pin_keeps_what_was_changed_meanwhile(project: Path) -> None:
+def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("flaky"), make_case("bad"))
     given = cast(
         Any, SimpleNamespace(suite=suite, results=SimpleNamespace(about=SimpleNamespace(model="m", version=1, sha256="", at="now")))
@@ -179,7 +179,7 @@ def test_a_fault_is_never_a_score(scores: tuple[float | None, ...], threshold: f
     assert judged(scores, threshold) is verdict
 
 
-def test_text_that_xml_cannot_hold_is_replaced_and_nothing_else() -> None:
+def test_only_text_that_xml_cannot_contain_is_replaced() -> None:
     every = "".join(chr(code) for code in range(0x3000)) + "\ud800\udfff\ufffe\uffff\U0001f600"
     element = xml.Element("a", b=clean(every))
     element.text = clean(every)
@@ -189,7 +189,7 @@ def test_text_that_xml_cannot_hold_is_replaced_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_model_folder_is_served_watched_and_held_to_its_version(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_folder_is_served_and_only_its_version_counts(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is scripted; what `agentrl eval` opens around it is the run's own."""
     run = await test_gate.opened(project / "r")
     run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
@@ -233,7 +233,7 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
     await test_gate.plain.close(run)
 
 
-def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     suite = make_suite(project / "s", make_case("good"))
     run = project / "runs" / "x"
@@ -275,7 +275,7 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
         (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
     ],
 )
-def test_wrong_use_says_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_wrong_use_is_reported_with_a_fix(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
     monkeypatch.chdir(project)
     make_suite(project / "s", make_case("good"))
     make_suite(project / "same" / "s", make_case("good"))
@@ -285,6 +285,6 @@ def test_wrong_use_says_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatc
     assert any(word in str(done.exception) for word in ("fix:", "known here:")), "what to do"
 
 
-def test_a_reference_that_makes_no_policy_is_told() -> None:
+def test_a_plugin_that_returns_no_policy_is_reported() -> None:
     with pytest.raises(PluginError, match="generate"):
         make_part(find_policy(f"{HERE}:no_policy"))

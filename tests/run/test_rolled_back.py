@@ -111,7 +111,7 @@ async def close(run: Any) -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_told(tmp_path: Path) -> None:
+async def test_a_rolled_back_version_is_skipped_and_its_step_recorded(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     publish(run.registry, 1, 0, b"good")
     publish(run.registry, 2, 1, b"bad")
@@ -138,7 +138,7 @@ async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_tol
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_serves(tmp_path: Path) -> None:
+async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     for number, weights in ((1, b"good"), (2, b"bad")):
         publish(run.registry, number, number - 1, weights)
@@ -162,7 +162,7 @@ async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("back_to", [1, 0])
-async def test_serving_goes_back_with_a_learner_whose_newest_checkpoint_was_damaged(tmp_path: Path, back_to: int) -> None:
+async def test_serving_falls_back_with_a_learner_whose_newest_checkpoint_was_damaged(tmp_path: Path, back_to: int) -> None:
     run = await opened(tmp_path)
     for number in (1, 2):
         publish(run.registry, number, number - 1, b"lost %d" % number)
@@ -209,7 +209,7 @@ HALTED = "step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"
         ),
     ],
 )
-async def test_a_learner_is_started_again_only_where_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
+async def test_a_learner_is_restarted_only_if_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
     class Learner:
         starts = 0
 
@@ -226,7 +226,7 @@ async def test_a_learner_is_started_again_only_where_that_may_help(error: Except
     run.tracker.close()
 
 
-def test_every_kind_of_setback_has_its_line(tmp_path: Path) -> None:
+def test_every_kind_of_update_failure_has_an_alert(tmp_path: Path) -> None:
     one = Setback(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
     FailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
     assert measure.alerts(tmp_path, 0) == [

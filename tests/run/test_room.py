@@ -35,7 +35,7 @@ def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
 
 
-def test_what_a_135m_model_needs_is_said_and_a_small_one_is_not_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_disk_need_is_reported_and_a_small_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, run = model_of(tmp_path / "m", (135_000, 1000)), tmp_path / "run"
     found = room(RECIPE, model)
     assert (found.version, found.checkpoint, found.base) == (540_000_000, 2_160_000_000, 540_000_000)
@@ -53,7 +53,7 @@ def test_what_a_135m_model_needs_is_said_and_a_small_one_is_not_worth_it(tmp_pat
     assert check_room(RECIPE, model_of(tmp_path / "small", (1000, 1000)), run) == ()
 
 
-def test_a_resumed_run_replaces_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_reuses_its_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, run = model_of(tmp_path / "m", (1000, 1000)), tmp_path / "run"
     (run / "checkpoints" / "000001").mkdir(parents=True)
     with (run / "checkpoints" / "000001" / "state").open("wb") as file:

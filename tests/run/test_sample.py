@@ -73,7 +73,7 @@ async def played(
         return found, made
 
 
-async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
+async def test_each_task_is_attempted_and_reported_by_kind(tmp_path: Path) -> None:
     found, made = await played(tmp_path, 6)
     assert sorted(made) == list(range(6)) and found.asked == 6 and not found.unfinished
     easy, hard, hopeless, broken = (found.by_kind[kind] for kind in ("easy", "hard", "hope\x1bless", ""))
@@ -90,7 +90,7 @@ async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
     assert taught_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
 
 
-async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: Path) -> None:
+async def test_resuming_samples_only_missing_groups_and_reports_all(tmp_path: Path) -> None:
     """Interrupted after the second group of many: those in hand are finished, no others are begun."""
     first, made = await played(tmp_path, 12, stop_after=2, group_size=2, concurrency=2)
     assert first.unfinished and 2 <= len(made) < 12 and first.asked == 12
@@ -101,7 +101,7 @@ async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: 
     assert len(read_json_lines(tmp_path / "episodes" / "train.jsonl")) == 2 * 13, "each attempt once; the broken task has none"
 
 
-async def test_what_a_person_is_told(tmp_path: Path) -> None:
+async def test_the_printed_summary(tmp_path: Path) -> None:
     found, _ = await played(tmp_path, 6)
     text = told(found, group_size=3)
     rows = {line.split()[0]: line.split() for line in text.splitlines()}
@@ -111,7 +111,7 @@ async def test_what_a_person_is_told(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found.as_json()))["by_kind"]["hard"]["rate"]["n"] == 2
 
 
-async def test_a_task_that_is_given_again_is_one_task_and_groups_without_a_preference_teach_nothing(tmp_path: Path) -> None:
+async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_not_count(tmp_path: Path) -> None:
     """The first group of the task fails in all attempts, the second succeeds in all: nothing to learn from either."""
 
     def same(index: int) -> Task:
@@ -132,7 +132,7 @@ async def test_a_task_that_is_given_again_is_one_task_and_groups_without_a_prefe
         ["tasks.weighting={}", "rollout.extra_groups=8"],
     ],
 )
-async def test_a_recipe_is_sampled_as_it_is(given: list[str], tmp_path: Path) -> None:
+async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -> None:
     """Whatever it says of steps: all groups are of one, so that each has the next task and nothing to read of those before."""
     recipe = apply_overrides(make_recipe().but("steps=16", "rollout.groups_per_step=8"), given)
     policy = Journaled(tmp_path / "journal", script=submits)
@@ -142,7 +142,7 @@ async def test_a_recipe_is_sampled_as_it_is(given: list[str], tmp_path: Path) ->
         assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
 
 
-def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
+def test_more_groups_may_be_requested_but_not_fewer(tmp_path: Path) -> None:
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT, 5)
     (tmp_path / sample.FILE).write_text('{"groups": 8}')
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
@@ -151,7 +151,7 @@ def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
     assert "--groups 8 or more" in error.value.fix
 
 
-def test_neither_command_goes_on_with_what_the_other_has_made(tmp_path: Path) -> None:
+def test_neither_command_continues_a_folder_of_the_other(tmp_path: Path) -> None:
     for folder, verb in ((tmp_path / "s", "sample"), (tmp_path / "t", "train"), (tmp_path / "e", "eval")):
         write_start(folder, RECIPE, Start(recipe=Path("r.py"), folder=folder, verb=verb, overrides=()))
         check_verb(folder, verb)

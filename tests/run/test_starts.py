@@ -92,7 +92,7 @@ def trace_of(run: Path) -> Trace:
         return next(iter(collection.traces()))
 
 
-def test_a_case_begins_at_the_failing_turn_and_samples_only_from_there(run: Path, tmp_path: Path) -> None:
+def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path, tmp_path: Path) -> None:
     assert promote("failing")[0] == ""
     (case,) = load_suite(tmp_path / "late").cases
     before = trace_of(run).episode
@@ -112,7 +112,7 @@ def test_a_case_begins_at_the_failing_turn_and_samples_only_from_there(run: Path
     assert promote(1)[0] == "" and [one.start is None for one in load_suite(tmp_path / "late").cases].count(True) == 1
 
 
-def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: Path, tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_raise_before_anything_runs(run: Path, tmp_path: Path) -> None:
     promote("failing")
     code = CliRunner().invoke(app, ["eval", "late", "--policy", f"{HERE}:foreign", BACKEND, "--run-dir", "again"]).exit_code
     assert code == 2 and not Path("asked.jsonl").exists()
@@ -135,7 +135,7 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
     assert "accepts only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
 
 
-def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
+def test_an_episode_that_cannot_be_replayed_raises_with_the_reason(run: Path, tmp_path: Path) -> None:
     for turn, said in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is not a turn")):
         assert said in promote(turn)[0]
     (tmp_path / "prints.json").write_text('"98"')
@@ -148,7 +148,7 @@ def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_p
         starts.turn_of(replace(trace, tags=()), "failing")
 
 
-def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tools are in its prompt, and answer again when it is played again; a bound cuts what they give as it did."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
@@ -174,7 +174,7 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Pa
     assert "declare it in the recipe, as tools.mcp.it" in without
 
 
-def test_words_of_a_tool_that_the_promoted_task_lacks_are_no_reason_to_refuse_it(run: Path, tmp_path: Path) -> None:
+def test_wording_of_a_tool_that_the_task_lacks_does_not_prevent_promotion(run: Path, tmp_path: Path) -> None:
     """They are the run's own, for other tasks of it."""
     recipe = json.loads((run / "recipe.json").read_text())
     recipe["tools"]["words"] = {"search": {"description": "Search the archive.", "arguments": {}}}

@@ -62,7 +62,7 @@ async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_every_attempt_is_kept_with_its_cost_and_what_it_was_an_attempt_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_attempt_is_stored_with_its_cost_and_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = make_suite(tmp_path / "suite-of-mine")
     found = await evaluated(tmp_path / "run", suite, monkeypatch, repeats=4)
     assert results.load(tmp_path / "run" / suites.FOLDER) == found
@@ -81,7 +81,7 @@ async def test_every_attempt_is_kept_with_its_cost_and_what_it_was_an_attempt_at
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_two_evaluations_are_compared_on_what_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_evaluations_are_compared_on_unchanged_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = make_suite(tmp_path / "s")
     first = await evaluated(tmp_path / "a", suite, monkeypatch, repeats=4)
     found = first.attempts
@@ -99,7 +99,7 @@ async def test_two_evaluations_are_compared_on_what_has_not_changed(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await evaluated(tmp_path / "a", make_suite(tmp_path / "s"), monkeypatch, repeats=4)
 
     def asked(*arguments: str) -> str:
@@ -124,7 +124,7 @@ async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeyp
         assert isinstance(done.exception, UserError) and "two evaluations are compared" in str(done.exception)
 
 
-def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
+def test_an_invalid_evaluation_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"about\.json is missing"):
         results.load(tmp_path)
     (tmp_path / "about.json").write_text('{"suite": 3}')
@@ -155,7 +155,7 @@ def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
     assert isinstance(done.exception, UserError) and "is no suite" in str(done.exception)
 
 
-async def test_a_case_whose_verifier_is_gone_is_told_before_anything_starts(tmp_path: Path) -> None:
+async def test_a_missing_verifier_is_reported_before_anything_starts(tmp_path: Path) -> None:
 
     task = replace(test_gate.make_suite().cases[0].task, verifiers=("rewards.gone:nothing",))
     save_case(tmp_path, Case(id="a", task=task))
@@ -165,7 +165,7 @@ async def test_a_case_whose_verifier_is_gone_is_told_before_anything_starts(tmp_
         await suites.evaluate_suite(test_gate.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
 
 
-def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
+def test_suites_are_reported_over_versions_with_a_plot(tmp_path: Path) -> None:
     about = results.About(
         suite="s", suite_sha256="a", cases=2, repeats=1, model="m", version=0, sha256="0123456789abcdef", recipe="r", recipe_sha256="",
         sampling={}, seed=0, threshold=1.0, agentrl="0", at="2026-11-23T00:00:00+00:00", wall_s=3.0,

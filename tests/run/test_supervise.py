@@ -19,7 +19,7 @@ from agentrl.testing.clock import run_virtually
 from tests.waiting import until
 
 
-async def test_a_daemon_that_falls_silent_is_shown_once_and_so_is_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_daemon_is_reported_once_and_so_is_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/daemon.sock")
     monkeypatch.setattr(supervise, "_PING_S", 0.02)
     monkeypatch.setattr(engine.answers, "__defaults__", (0.1,))
@@ -92,14 +92,14 @@ def watched(lives: list[int], **options: Any) -> tuple[Learner, list[str], Excep
     return learner, alerts, None
 
 
-def test_a_learner_that_makes_steps_may_fail_as_often_as_it_does() -> None:
+def test_a_learner_that_makes_progress_may_fail_any_number_of_times() -> None:
     learner, alerts, error = watched([1, 2, 0, 0, 1, 0, 0, 1, 5, 1])
     assert error is None and learner.started == 11
     assert [alert.rpartition("restart ")[2].split()[0] for alert in alerts] == list("1123123111")
 
 
 @pytest.mark.parametrize("lives", [[0] * 9, [5, *[0] * 9], [3, -2, 2, -2, 2, 0, 0]])
-def test_a_learner_that_gets_no_further_is_given_up(lives: list[int]) -> None:
+def test_a_learner_without_progress_is_given_up(lives: list[int]) -> None:
     """In the last case it goes back to a checkpoint and fails at the same step each time."""
     learner, alerts, error = watched(lives)
     assert error is not None and len(alerts) == learner.started - 1
@@ -111,7 +111,7 @@ def test_a_learner_that_halts_is_not_restarted() -> None:
     assert isinstance(error, LearnerHalted) and learner.started == 1 and alerts == ["halted: life 1"]
 
 
-def test_a_server_elsewhere_that_falls_silent_is_shown_once_and_so_is_its_return() -> None:
+def test_a_silent_external_server_is_reported_once_and_so_is_its_return() -> None:
     alerts: list[str] = []
 
     async def play() -> None:

@@ -103,9 +103,7 @@ def through(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, b
 @pytest.mark.parametrize("practice", [False, True])
 @pytest.mark.parametrize("size", [None, 30])
 @pytest.mark.parametrize("rollout", [{}, {"extra_groups": 3, "max_staleness": 0}, {"max_staleness": 3}], ids=["plain", "extra", "stale"])
-def test_a_run_that_died_gives_each_group_the_task_that_it_had(
-    tmp_path: Path, rollout: dict[str, Any], size: int | None, practice: bool
-) -> None:
+def test_a_resumed_run_gives_each_group_the_same_task(tmp_path: Path, rollout: dict[str, Any], size: int | None, practice: bool) -> None:
     recipe = recipe_of(**rollout)
     whole = through(tmp_path / "whole", recipe, size, practice)
     file = tmp_path / "died" / FILE
@@ -121,7 +119,7 @@ def test_a_run_that_died_gives_each_group_the_task_that_it_had(
     assert kinds.total() >= 4 * (STEPS - 6)
 
 
-def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
+def test_kinds_with_spread_come_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
     through(tmp_path, recipe_of(), None, True)
     lines = read_json_lines(tmp_path / FILE)
     assert len(lines) == STEPS * 4 * 4 // 5 + 1
@@ -130,12 +128,12 @@ def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: 
     assert not [line for line in lines if line["task"] == "practice"]
 
 
-def test_groups_that_should_be_there_and_are_not_end_the_run(tmp_path: Path) -> None:
+def test_missing_groups_end_the_run(tmp_path: Path) -> None:
     with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="the outcomes of step 0"):
         asyncio.run(run.taught.reach(2))
 
 
-def test_without_weighting_the_schedule_decides_and_the_lines_are_written(tmp_path: Path) -> None:
+def test_without_weighting_the_schedule_decides_and_outcomes_are_recorded(tmp_path: Path) -> None:
     recipe = recipe_of().but("tasks.weighting=null")
     ids = [task for step in through(tmp_path, recipe, 30, False) for task in step]
     schedule = GroupSchedule(Kinds(30), seed=3)

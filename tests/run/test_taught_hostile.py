@@ -52,7 +52,7 @@ def step(taught: TaughtGroups, store: SqliteStore, number: int) -> list[Group]:
     return list(store.groups(range(4 * number, 4 * number + 4)))
 
 
-def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_path: Path) -> None:
+def test_a_run_without_its_outcomes_continues_past_tasks_that_failed(tmp_path: Path) -> None:
     family = Breaking(12)
     family.broken = frozenset({2, 5})
     store = SqliteStore(tmp_path / "experience.sqlite")
@@ -73,7 +73,7 @@ def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_p
         store.close()
 
 
-def test_a_resumed_run_reads_no_group_again_of_which_it_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_reads_no_group_with_a_recorded_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SqliteStore(tmp_path / "experience.sqlite")
     try:
         rollout = {"groups_per_step": 3, "extra_groups": 1, "min_group_size": 2}

@@ -122,7 +122,7 @@ def test_two_labellers_are_compared_and_their_majority_counts(tmp_path: Path) ->
     assert "no answer in common" in agentrl("label", "--agreement", str(a), str(b)).stderr
 
 
-def test_wrong_use_is_told(tmp_path: Path, run: Path) -> None:
+def test_wrong_use_is_reported(tmp_path: Path, run: Path) -> None:
     assert agentrl("label").returncode == 2 and "no episodes" in agentrl("label", str(tmp_path)).stderr
     assert "labeller's name" in agentrl("label", str(run), "--by", "../eve").stderr
     assert "no answers of phase x" in agentrl("label", str(run), "--phase", "x").stderr
