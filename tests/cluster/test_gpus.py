@@ -32,7 +32,7 @@ def test_judges_servers_get_the_gpus_that_are_left_or_share_the_servers(monkeypa
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM build for GPUs, which this machine need not have."""
+    """The vLLM build for GPUs, which may be absent here."""
     monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
 
 

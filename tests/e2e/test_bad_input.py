@@ -24,7 +24,7 @@ def refused(*arguments: str, says: str, env: dict[str, str] | None = None) -> No
 
 
 def refused_here(*arguments: str, says: str) -> None:
-    """As `refused`, in this process."""
+    """Like `refused`, in this process."""
     done = in_this_process(*arguments)
     _is_told(done.returncode, done.stdout + done.stderr, says)
 

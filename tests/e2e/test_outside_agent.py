@@ -1,4 +1,4 @@
-"""A program that knows nothing of agentrl, trained through the gateway; server, learner and sandboxes are the real ones."""
+"""An outside program is trained through the gateway; server, learner and sandboxes are real."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Pa
 
     code, output = agentrl("sample", RECIPE, "--resume", "--groups", "100", *where)
     assert code == 2 and "an earlier command requested 200 groups" in output
-    (run / "sample.json").write_text(json.dumps({"groups": len(first) + 2}))  # in place of sampling all 200
+    (run / "sample.json").write_text(json.dumps({"groups": len(first) + 2}))  # instead of sampling all 200
     code, output = agentrl("sample", RECIPE, "--resume", "--json", *where, by=forked)
     assert code == 0, output[-4000:]
     found = json.loads(output.splitlines()[-1])
@@ -55,7 +55,7 @@ def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Pa
     assert len(read_json_lines(run / "episodes" / "train.jsonl")) == 4 * len(then)
 
     code, output = agentrl("sample", RECIPE, "--resume", *where)
-    assert code == 0 and "server" not in output, "with nothing to make, nothing is started"
+    assert code == 0 and "server" not in output, "without missing groups nothing is started"
     assert f"({len(then)} groups of 4)" in output and stored(run) == then
     code, output = agentrl("train", RECIPE, "--resume", *where)
     assert code == 2 and "was created by `agentrl sample`" in output, output

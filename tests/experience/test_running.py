@@ -1,4 +1,4 @@
-"""What is kept of running episodes: newest wins, damage is put aside, nothing outlives its group."""
+"""Checkpoints of running episodes: the newest wins, damaged files are renamed, and nothing outlives its group."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(kee
 async def test_a_write_that_ends_after_its_group_was_removed_leaves_nothing(
     keeper: RunningEpisodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As that of an attempt which was cancelled meanwhile: its thread goes on."""
+    """Like the write of a cancelled attempt, whose thread continues."""
     write = running.files.write
 
     def late(path: Path, body: bytes, *, tag: str) -> None:
@@ -107,11 +107,11 @@ async def test_a_damaged_file_is_renamed_with_a_warning(
     await keeper.keep(3, 2, STATE)
     assert await keeper.find(3, 2) == STATE
     keeper.forget(3)
-    assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for whoever looks into it"
+    assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for inspection"
 
 
 async def test_any_changed_byte_is_detected(keeper: RunningEpisodes, tmp_path: Path) -> None:
-    """Letters of a text as well, which decode to another text."""
+    """Also letters of a text, which would decode to another text."""
     await keeper.keep(0, 0, STATE)
     path = tmp_path / "running" / "000000" / "0.state"
     body = path.read_bytes()
@@ -137,9 +137,9 @@ async def test_the_bound_on_a_file_holds_for_writing_and_reading(
     size = len(codec.to_json(STATE))
     monkeypatch.setattr(running, "MAX_BYTES", size)
     await keeper.keep(0, 0, STATE)
-    assert await keeper.find(0, 0) == STATE and not caplog.records, "exactly as large as may be"
+    assert await keeper.find(0, 0) == STATE and not caplog.records, "exactly at the limit"
     await keeper.keep(0, 1, replace(STATE, episode_id="e2"))
-    assert await keeper.find(0, 1) is None and "exceed the limit of" in caplog.text, "a byte more"
+    assert await keeper.find(0, 1) is None and "exceed the limit of" in caplog.text, "a byte beyond the limit"
     monkeypatch.setattr(running, "MAX_BYTES", size - 1)
     assert await keeper.find(0, 0) is None and "decompresses to more than" in caplog.text
 
@@ -152,7 +152,7 @@ async def test_only_folders_of_groups_count_as_groups(keeper: RunningEpisodes, t
 
 
 async def test_an_attempt_without_a_stored_state_can_finish(keeper: RunningEpisodes) -> None:
-    """It ended in its first turn, or its states could not be written."""
+    """It ended in its first turn, or its states could not be stored."""
     await keeper.finish(5, 0, SCORED)
     assert await keeper.find(5, 0) == SCORED
 

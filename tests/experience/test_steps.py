@@ -1,4 +1,4 @@
-"""Driver and learner agree on the groups of a step, whatever finishes first and whoever dies."""
+"""Driver and learner agree on the groups of a step, whatever finishes first and whichever process dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group(index: int, *scores: float) -> Group:
 
 
 class Stored:
-    """What the learner sees of a store: groups by index."""
+    """The learner's view of a store: groups by index."""
 
     def __init__(self) -> None:
         self.found: dict[int, Group] = {}
@@ -40,7 +40,7 @@ class Stored:
 
 
 def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_after: int) -> None:
-    """As `agentrl.run.rollouts.make_step`: groups end in the order that `outcomes` draws; the driver dies after some of them."""
+    """Like the driver's step: groups end in the order that `outcomes` draws; the driver dies after some of them."""
     waiting = iter(steps.indices(step))
     running = [next(waiting) for _ in range(steps.per_step)]
     while running and stop_after:
@@ -65,7 +65,7 @@ def test_the_learner_takes_exactly_the_drivers_groups_also_after_a_crash(per_ste
         roll_out(driver, step, store, outcomes, stop_after)
         taken = StepGroups(per_step, extra).taken(step, cast(Any, store))
         if taken is not None:
-            assert list(taken) == sorted(store.found), "all that was made, and nothing is left over"
+            assert list(taken) == sorted(store.found), "all groups, and none is left over"
             break
     with_preference = sum(len({one.score.value for one in found.scored}) > 1 for found in store.found.values())
     assert taken is not None and taken.start == step * (per_step + extra)
@@ -86,13 +86,13 @@ def test_a_group_without_a_preference_gets_another_and_is_read_once(tmp_path: An
     store.put(group(0, 1.0, 0.0))
     store.put(left_out_group(1, "t", "k", broken, size=2))  # no attempt at all
     assert steps.taken(0, store) is None
-    store.put(group(2, 1.0))  # one attempt alone has no baseline
+    store.put(group(2, 1.0))  # a single attempt has no baseline
     store.put(group(3, 0.5, 0.5))
     assert steps.taken(0, store) is None
-    store.put(group(4, 0.0, 0.0))  # and here the block ends
+    store.put(group(4, 0.0, 0.0))  # the end of the block
     assert steps.taken(0, store) == range(5)
     store.close()
-    assert steps.taken(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "what was read is known"
+    assert steps.taken(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "a group that was read is cached"
 
 
 @given(per_step=st.integers(1, 6), extra=st.integers(0, 6))
@@ -104,7 +104,7 @@ def test_tasks_are_those_of_a_run_without_extra_groups_and_each_index_has_its_ow
     )
     positions = [steps.position(index) for index in indices]
     assert len(set(positions)) == len(positions)
-    assert sorted(positions) == [*range(4 * per_step), *range(1 << 30, (1 << 30) + 4 * extra)], "and no position is left out"
+    assert sorted(positions) == [*range(4 * per_step), *range(1 << 30, (1 << 30) + 4 * extra)], "and no position is skipped"
 
 
 @pytest.mark.parametrize(

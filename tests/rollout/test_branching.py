@@ -1,4 +1,4 @@
-"""Episodes that go on from a state: as themselves, or as branches of it."""
+"""Episodes that start from a state: continued, or as branches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class States:
 
 
 class Shelf:
-    """An `EpisodeKeeper` in memory, through the wire form of what it keeps."""
+    """In-memory checkpoints, through their serialized form."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, int], bytes] = {}
@@ -68,7 +68,7 @@ def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Shelf | No
 
 
 def talkative(tokenizer: Any) -> ScriptedPolicy:
-    """Says something new at each request, so that turns can be told apart; submits in its third turn."""
+    """Returns a new text for each request, so that turns can be distinguished; submits in its third turn."""
     fresh = itertools.count()
     return ScriptedPolicy(tokenizer, lambda turn, _: f"{next(fresh)} {SUBMIT if turn == 2 else PYTHON}")
 
@@ -86,7 +86,7 @@ async def test_an_episode_continues_exactly_where_its_state_was_captured(tokeniz
     (before,), (after,) = whole.trajectories, rest.trajectories
     assert after.turns[:2] == before.turns[:2] and after.inherited == () and rest.answer == "3"
     assert after.turns[2].prompt_ids == before.turns[2].prompt_ids
-    assert ran == [] and again.opened == [], "no call is made again, and the last turn needs no sandbox"
+    assert ran == [] and again.opened == [], "no call is repeated, and the last turn needs no sandbox"
     context = tuple(token for turn in before.turns[:2] for token in (*turn.prompt_ids, *turn.completion_ids))
     assert policy.prompts == [context + state.prompt_ids[0]]
     assert rest.wall_s >= state.wall_s and rest.sandbox_s >= state.sandbox_s
@@ -133,7 +133,7 @@ async def test_branches_inherit_turns_that_they_did_not_sample(tokenizer: Any, t
     assert {line.inherited for line in lines} == {("stem",)}
     assert leaf.trajectories[0].inherited == ("stem", "leaf-of")
     assert leaf.completion_tokens == len(leaf.trajectories[0].turns[2].completion_ids)
-    assert len(sandboxes.opened) == 1 + 3 + 1, "each continuation has a sandbox of its own; the leaf submits and needs none"
+    assert len(sandboxes.opened) == 1 + 3 + 1, "each continuation has its own sandbox; the leaf submits and needs none"
 
 
 async def test_a_rejected_snapshot_is_an_infrastructure_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -167,7 +167,7 @@ async def test_a_working_directory_too_large_to_capture_does_not_stop_the_episod
     runner = make_runner(talkative(tokenizer), Full(printing("3")))
     group = await group_runner(runner, size=2, turn=1, branches=2, keeper=shelf).group(0, task)
     assert len(group.scored) == 2 and shelf.kept == {}
-    assert all(e.episode.trajectories[0].inherited == () for e in group.episodes), "nothing to branch from: attempts of their own"
+    assert all(e.episode.trajectories[0].inherited == () for e in group.episodes), "nothing to branch from, so they start from the task"
 
 
 async def test_a_group_of_stems_and_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -203,7 +203,7 @@ async def test_branches_survive_a_stem_that_fails_after_the_fork(tokenizer: Any,
 
 
 async def die_at(runner: GroupRunner, task: Task, ready: Any, *, index: int = 0) -> None:
-    """Runs a group until `ready()`, then cancels it as the death of the process would."""
+    """Runs a group until `ready()`, then cancels it, as if the process had died."""
     running = asyncio.create_task(runner.group(index, task))
     while not ready():
         await asyncio.sleep(0.001)
@@ -233,7 +233,7 @@ async def test_a_killed_group_continues_with_its_turns_and_branches(tokenizer: A
 
     policy = talkative(tokenizer)
     group = await group_runner(make_runner(policy), size=4, keeper=shelf, turn=1, branches=2).group(0, task)
-    assert len(policy.prompts) == 3, "only the last turn of the three that had not ended"
+    assert len(policy.prompts) == 3, "only the last turn of the three unfinished attempts"
     episodes = [scored.episode for scored in group.scored]
     assert [episode.trajectories[0].turns[:2] for episode in episodes[:3]] == [before[member] for member in (0, 1, 2)]
     assert [episode.trajectories[0].inherited for episode in episodes] == [(), ("g000000-0-a0",), (), ("g000000-2-a0",)]
@@ -258,7 +258,7 @@ async def test_a_stem_restored_before_or_at_its_fork_branches_again(tokenizer: A
 
 
 async def test_states_that_are_too_old_or_of_another_task_are_not_used(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """Staleness counts the oldest version that sampled any token, also before the crash."""
+    """Staleness counts the oldest version that sampled any token, including before the crash."""
     states = States()
     old = talkative(tokenizer)
     old.version = 3

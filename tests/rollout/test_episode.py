@@ -94,7 +94,7 @@ async def test_the_agent_sees_programs_that_fail_or_hang(tokenizer: Any, task: T
 
 
 async def test_tool_output_of_an_episode_is_bounded(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """60 characters a call, 100 an episode: the second call is cut to what is left, the third shows nothing."""
+    """60 characters per call, 100 per episode: the second call is cut to the rest, the third shows nothing."""
     limits = replace(task.limits, turns=4, tool_output_chars=60, episode_output_chars=100)
     policy = ScriptedPolicy.saying(tokenizer, PYTHON, PYTHON, "<tool_call>{</tool_call>", SUBMIT)
     sandboxes = ScriptedSandboxes(printing("a" * 30 + "b" * 30))
@@ -103,7 +103,7 @@ async def test_tool_output_of_an_episode_is_bounded(tokenizer: Any, task: Task, 
     assert first == "a" * 30 + "b" * 30
     assert second == "a" * 20 + "\n... 20 characters cut: this episode's output is used up ...\n" + "b" * 20
     assert third.startswith("... not shown, ") and "error" not in third
-    assert "not shown, 9 characters" in last and episode.answer == "3", "the answer is the agent's, and is taken all the same"
+    assert "not shown, 9 characters" in last and episode.answer == "3", "the agent's answer still counts"
 
 
 async def test_the_bound_on_an_episode_is_generous_unless_a_task_says_otherwise(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -208,7 +208,7 @@ async def test_a_sandbox_that_dies_before_collecting_is_an_infrastructure_fault(
 
 
 class Acting:
-    """An agent that rests, and takes some time to end."""
+    """An agent that sleeps, and takes some time to end."""
 
     def __init__(self, rests_s: float, closes_s: float = 0.0) -> None:
         self.rests_s, self.closes_s, self.closed = rests_s, closes_s, False

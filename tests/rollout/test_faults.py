@@ -11,7 +11,7 @@ from agentrl.rollout.faults import fault, infrastructure_fault, task_fault
 
 
 class Unreachable(InfrastructureError):
-    """Of neither the sandboxes nor the server."""
+    """A fault of neither sandboxes nor server."""
 
 
 @pytest.mark.parametrize(
@@ -48,5 +48,5 @@ def test_names_and_texts_are_cut() -> None:
     kind = type("K" * 100, (Exception,), {})
     failure = task_fault(kind("x" * 5000))
     assert failure.kind == "K" * 64 and len(failure.message) == 2000 and failure.message.startswith("KKK")
-    assert task_fault(UserError("a\nb", fix="c")).message == "a\nb\n  fix: c", "its lines are kept"
+    assert task_fault(UserError("a\nb", fix="c")).message == "a\nb\n  fix: c", "its line breaks are kept"
     assert infrastructure_fault("tool", "k", "m").turn is None

@@ -51,7 +51,7 @@ async def test_a_permanent_fault_is_excluded_and_never_scored_zero(tokenizer: An
 
 
 async def test_a_broken_task_excludes_its_whole_group_at_once(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """One attempt finds that the image cannot be made; the others, which ran no code or wait, are left out with it and not retried."""
+    """One attempt finds that the image cannot be built; the others, idle or waiting, are excluded without retries."""
 
     class NoImage(ScriptedSandboxes):
         async def open(self, *args: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ async def test_a_bug_costs_one_episode_and_its_traceback_is_logged_once(tokenize
     (failure,) = group.episodes[1].episode.failures
     assert (failure.stage, failure.blame, failure.kind, failure.retryable) == ("generate", Blame.INFRASTRUCTURE, "ZeroDivisionError", True)
     assert "of our own making" in failure.message and group.episodes[1].episode.attempt == 1
-    assert sorted(str(one and one.kind) for one in told) == ["None"] * 3 + ["ZeroDivisionError"] * 2, "attempts are told, retried or not"
+    assert sorted(str(one and one.kind) for one in told) == ["None"] * 3 + ["ZeroDivisionError"] * 2, "the listener gets every attempt"
     assert caplog.text.count("Traceback") == 1 and "in defect" in caplog.text
 
 
@@ -104,8 +104,8 @@ async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, ma
             nonlocal running, peak
             running += 1
             peak = max(peak, running)
-            await two.wait()  # with one slot, for ever
-            for _ in range(20):  # so that whatever else may run does
+            await two.wait()  # with one slot, it would wait for ever
+            for _ in range(20):  # lets other tasks run
                 await asyncio.sleep(0)
             running -= 1
             return await super().generate(*args, **kwargs)
@@ -115,7 +115,7 @@ async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, ma
 
 
 class Together:
-    """Judges groups: the value of an attempt is its place."""
+    """Judges groups: the value of an attempt is its index."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.asked = fails, 0
@@ -141,8 +141,8 @@ async def test_a_group_is_judged_after_all_attempts_have_ended(tokenizer: Any, t
     runner = replace(plain, together=Together(), on_attempt=told.append)
     group = await runner.group(7, task)
     assert [one.score.value for one in group.episodes] == [0.0, 1.0, None, 3.0] and "no route" in group.episodes[2].score.reason
-    assert [failure is None for failure in told] == [False, True, True, True], "each attempt is told of once, with its judge's score"
-    assert (await runner.episode(task, name="alone")).score.value == 1.0, "an evaluation is the verifiers' business"
+    assert [failure is None for failure in told] == [False, True, True, True], "the listener gets each attempt once, with its judge's score"
+    assert (await runner.episode(task, name="alone")).score.value == 1.0, "evaluations use the verifiers"
     told.clear()
     failed = await replace(runner, together=Together(fails=True)).group(7, task)
     assert failed.scored == () and all("a bug" in one.score.reason for one in failed.episodes if not one.episode.left_out)
@@ -150,7 +150,7 @@ async def test_a_group_is_judged_after_all_attempts_have_ended(tokenizer: Any, t
 
 
 async def test_a_group_whose_driver_died_before_judging_is_judged_on_resume(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """The attempts are there, so none is made again; they are judged together, as they would have been."""
+    """The attempts are stored, so none is repeated; they are judged together as before."""
 
     class Keeper:
         kept: ClassVar[dict[int, ScoredEpisode]] = {}
@@ -175,4 +175,4 @@ async def test_a_group_whose_driver_died_before_judging_is_judged_on_resume(toke
     assert all(one.score.reason == WAITS for one in keeper.kept.values()) and len(turns) == 4
     assert await runner.group(7, task) == group and len(turns) == 4 and judge.asked == 2
     alone = await replace(runner, together=None).group(7, task)
-    assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was taken out of the recipe meanwhile"
+    assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was removed from the recipe in the meantime"

@@ -1,4 +1,4 @@
-"""Whose doing it is that an episode ran out of time, over the tokens sampled, the time, and the speed of the server."""
+"""The blame for an episode that ran out of time, by sampled tokens, time and speed of the server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def runner_of(policy: PacedPolicy, *, request_timeout_s: float = 120.0) -> Episo
 def played(
     policy: PacedPolicy, *names: str, before: Sequence[str] = (), task: Task = TASK, at: float = 0.0, request_timeout_s: float = 120.0
 ) -> list[Episode]:
-    """Episodes side by side, after others one by one, from a given time on."""
+    """Concurrent episodes, after sequential ones, from a given time on."""
 
     async def play() -> list[Episode]:
         runner = runner_of(policy, request_timeout_s=request_timeout_s)
@@ -64,7 +64,7 @@ def wants(babble: int = ENDLESS, sound: int = 50) -> Callable[[str, int], int]:
 
 
 def has_every_token(policy: PacedPolicy, episode: Episode) -> bool:
-    """Whether the record holds what was sampled, token by token."""
+    """Whether the record contains exactly the sampled tokens."""
     (line,) = episode.trajectories
     turns = {f"{episode.id}-{number}": len(turn.completion_ids) for number, turn in enumerate(line.turns)}
     return turns == {name: count for name, count in policy.sampled.items() if name.rpartition("-")[0] == episode.id and count}
@@ -85,7 +85,7 @@ def test_endless_sampling_on_a_sound_server_is_scored(speed: float, history: boo
 @given(speed=st.floats(2.0, 100.0), stalls=st.floats(0.0, 95.0), wanted=st.sampled_from([ENDLESS, 400, 40]))
 @settings(deadline=None, max_examples=40)
 def test_a_server_that_stalls_never_costs_a_score(speed: float, stalls: float, wanted: int) -> None:
-    """It stalls until the end. An episode that was done before is scored, and any other is the machine's."""
+    """It stalls until the end. Earlier episodes are scored, all others are infrastructure faults."""
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(wanted), speed=lambda now, in_flight: speed * (now < begins + stalls))
     (episode,) = played(policy, "babble", before=["sound"], at=begins)
@@ -140,14 +140,14 @@ def test_policies_that_share_a_server_do_not_make_it_slow(at_once: int, capacity
 
 @pytest.mark.parametrize("wanted", [1, 3, 30])
 def test_many_short_turns_are_not_a_slow_server(wanted: int) -> None:
-    """Requests with a delay of their own before the first token: short ones are compared with short ones."""
+    """Requests with a delay before the first token: short ones are compared with short ones."""
     policy = PacedPolicy(TOKENIZER, wants=wants(sound=wanted), speed=lambda now, in_flight: wanted / (2.0 + 0.01 * wanted))
     (episode,) = played(policy, "many", before=["sound"])
     assert not episode.left_out
 
 
 def test_a_policy_that_cannot_be_cut_off_loses_only_the_request_in_progress() -> None:
-    """Its earlier turns are kept as they are, and the rule is the same: here the request was not overdue."""
+    """Its earlier turns are kept and the rule is the same: here the request was not overdue."""
 
     class Talking(TurnLoop):
         async def act(self, episode: Any) -> str:
@@ -200,7 +200,7 @@ def test_the_blame_rule(program: float, sampled: float, lost: float, limit: floa
     if lost > LOST + 1e-6:
         assert blame is Blame.INFRASTRUCTURE, "a stalled server never costs a score"
     elif lost < LOST - 1e-6 and program + sampled > 0.5 + 1e-6:
-        assert blame is Blame.POLICY, "sampling is not a way out"
+        assert blame is Blame.POLICY, "sampling does not avoid the blame"
     elif program + sampled < 0.5 - 1e-6:
         assert blame is Blame.INFRASTRUCTURE
 
@@ -211,7 +211,7 @@ readings = st.tuples(st.integers(1, 5000), st.floats(0.01, 200.0))
 @given(history=st.lists(readings, min_size=1, max_size=400), tokens=st.integers(1, 100_000))
 @settings(deadline=None, max_examples=100)
 def test_more_tokens_never_turn_a_usual_request_into_a_slow_one(history: list[tuple[int, float]], tokens: int) -> None:
-    """Of two requests with the same tokens per second and the same load, the one with more tokens is not judged worse, size by size."""
+    """Of two requests with the same tokens per second and load, the one with more tokens does not count as slower, size by size."""
     pace, now = Pace(), 0.0
     for count, seconds in history:
         request = pace.begin(now)
@@ -251,7 +251,7 @@ def test_slow_is_twice_the_usual() -> None:
 
 
 def test_a_run_paused_for_a_slow_server_reports_reason_and_fix() -> None:
-    """Not "85 x episode wall_limit ... repair the cause"."""
+    """The message names the slow server instead of "85 x episode wall_limit ... repair the cause"."""
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 40.0 if now < begins else 0.2)
     rate = FaultRate(0.5, concurrency=1)
@@ -293,7 +293,7 @@ def read(policy: PacedPolicy, *names: str, begins: float = 0.0) -> list[Episode]
 
 
 def test_prompt_tokens_do_not_make_the_server_count_as_slow() -> None:
-    """Large outputs in its context take the server seconds in which it samples nothing. They do not buy an exclusion."""
+    """Large outputs in its context cost the server seconds without sampling. They do not lead to an exclusion."""
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0, reading=250.0)
     (episode,) = read(policy, "reader")
     assert not episode.left_out, episode.failures
@@ -328,7 +328,7 @@ def test_prompts_of_other_requests_do_not_make_the_server_count_as_slow() -> Non
 
 
 def used(pace: Pace, seconds: float, *, requests: int = 1, tokens: int = 100, at: float = 0.0) -> list[Reading]:
-    """Requests one after the other, each of so many seconds."""
+    """Sequential requests with these durations in seconds."""
     found = []
     for _ in range(requests):
         found.append(pace.end(pace.begin(at), at + seconds, tokens=tokens, at_most=tokens))
@@ -342,11 +342,11 @@ def test_the_first_requests_are_compared_with_the_measurement_at_the_servers_sta
     assert pace.known
     (slow,) = used(pace, 50.0)
     assert slow.usual_s == pytest.approx(5.0) and slow.lost_s == pytest.approx(45.0)
-    assert used(Pace(), 50.0)[0].lost_s == 0.0, "without one there is nothing to compare them with"
+    assert used(Pace(), 50.0)[0].lost_s == 0.0, "without a measurement there is nothing to compare with"
 
 
 def test_requests_in_flight_share_the_measured_throughput() -> None:
-    """A batch is no slower than its requests one after the other, or the server is slow."""
+    """A batch that is slower than its requests in sequence means a slow server."""
     pace = Pace()
     pace.measured(0.05)
     requests = [pace.begin(0.0) for _ in range(8)]
@@ -396,7 +396,7 @@ def test_a_restored_pace_gives_the_same_times(history: list[tuple[int, float]], 
     for count, seconds in history:
         pace.end(pace.begin(now), now := now + seconds, tokens=count, at_most=count)
     for kept in (pace._all, pace._work, *pace._sizes.values()):
-        kept._newer = len(kept)  # medians that are up to a sixteenth of the history old are computed again, as after a restart
+        kept._newer = len(kept)  # medians up to a sixteenth old are recomputed, as after a restart
     restored = Pace()
     restored.restore(json.loads(json.dumps(pace.to_data())))
     assert restored.usual_s(tokens, in_flight, cut=cut) == pytest.approx(pace.usual_s(tokens, in_flight, cut=cut), rel=0.2)

@@ -1,4 +1,4 @@
-"""What a model's own output provokes further down the line is the policy's: kept as it was sampled, and scored."""
+"""Failures provoked by the model's own output are the policy's: recorded as sampled, and scored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def judged(task: Task, episode: Episode) -> Score:
 
 
 class Refusing(ScriptedPolicy):
-    """A server that refuses the request of one turn."""
+    """A server that rejects the request of one turn."""
 
     refused: int
     error: Exception

@@ -19,7 +19,7 @@ TOKEN = 7
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An answer of the server to one request. `versions`: of its tokens, one after the other; of the first one for the rest."""
+    """A server's answer to one request. `versions`: of its first tokens in order; the others have the first version."""
 
     seconds: float
     tokens: int
@@ -36,7 +36,7 @@ class Call:
 
 
 class Server:
-    """A policy that gives planned answers."""
+    """A policy with planned answers."""
 
     def __init__(self, *parts: Part) -> None:
         self._parts = list(parts)
@@ -57,7 +57,7 @@ class Server:
 
 
 class Watched(Pace):
-    """Records the prompt tokens of each request, as they were at its begin and at its end."""
+    """Records the prompt tokens of each request at its start and end."""
 
     def __init__(self, token_s: float | None = None) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def requests_of(
 
 
 def sampled(requests: Requests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
-    """Turns with the prompt `1, 2`, one after the other."""
+    """Sequential turns with the prompt `1, 2`."""
 
     async def sample() -> list[Completion]:
         return [
@@ -134,7 +134,7 @@ def test_a_request_that_is_cut_off_is_continued_from_its_tokens() -> None:
         ((1, 2, *(TOKEN,) * 3), 97, "r0.1"),
         ((1, 2, *(TOKEN,) * 7), 93, "r0.2"),
     ]
-    assert [call.timeout_s for call in server.calls] == [5.0, 10.0, 10.0], "the first alone is short without a history"
+    assert [call.timeout_s for call in server.calls] == [5.0, 10.0, 10.0], "only the first is short without a history"
     assert pace.begun == [50, 0, 0] and pace.corrected == [50, 0, 0] and pace.in_flight == 0
 
 
@@ -223,7 +223,7 @@ def test_time_lost_in_earlier_turns_does_not_count_for_this_one() -> None:
 
 
 def test_a_turn_next_to_another_keeps_its_own_losses() -> None:
-    """The turn that begins later does not reset what the first one has lost."""
+    """The later turn does not reset the lost time of the first one."""
 
     class Stalled(Server):
         async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -278,7 +278,7 @@ def test_a_request_of_the_agent_may_have_as_many_tokens_as_twice_the_usual_time_
 
 
 def test_a_request_of_the_agent_is_judged_by_the_pace_of_all_requests() -> None:
-    """How many tokens it will have is not known, so it has no size."""
+    """Its number of tokens is unknown, so it has no size."""
     pace = Pace()
     pace.end(pace.begin(0.0), 64.0, tokens=64, at_most=64)
     pace.end(pace.begin(64.0), 114.0, tokens=1000, at_most=1000, cut=True)

@@ -1,4 +1,4 @@
-"""What sampled tokens could have been, from a truncated policy through store and batch to the learner's tensors, branches included."""
+"""Supports of sampled tokens, from a truncated policy through store and batch to the learner's tensors, including branches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPE = Recipe(
 
 
 async def play(tokenizer: Any, task: Task, make_runner: Any, sampling: Sampling, path: Path) -> Group:
-    """A group of four, two branches from each of two stems, as the store gives it back."""
+    """A group of four, two branches from each of two stems, read back from the store."""
     counted = iter(range(99))
 
     async def score(task: Task, episode: Episode) -> Score:
@@ -63,7 +63,7 @@ async def test_supports_reach_the_learner_as_they_were_sampled(tokenizer: Any, t
     for sample in samples:
         assert sample.supports is not None
         rows = sample.supports.rows
-        assert [bool(row) for row in rows] == list(sample.loss_mask), "what is only context has none"
+        assert [bool(row) for row in rows] == list(sample.loss_mask), "context tokens have no support"
         trained += sum(sample.loss_mask)
     stems = [scored.episode.trajectories[0] for scored in group.episodes if scored.episode.trajectories[0].inherited]
     assert len(stems) == 2, "two of the four branched"

@@ -1,4 +1,4 @@
-"""Thinking that is ended at a bound: exact tokens, and nothing trained that the policy did not sample."""
+"""Thinking that ends at a bound: exact tokens, and only sampled tokens are trained."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def said(tokenizer: Any, turn: Turn) -> str:
 
 
 def rest(tokenizer: Any, text: str) -> str:
-    """What comes after the first tokens, as many as may be thought."""
+    """The tokens after the bound on thinking."""
     return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[MOST:]))
 
 
@@ -62,7 +62,7 @@ def group_of(episode: Episode) -> Group:
 
 @pytest.mark.parametrize("top_k", [0, 3])
 async def test_thinking_is_ended_in_the_context_and_the_mark_is_not_trained(thinker: Any, task: Task, top_k: int) -> None:
-    """Thinks too long in its first turn, and ends in time in the second."""
+    """Thinks too long in its first turn, and stops in time in the second."""
 
     def script(turn: int, episode: str) -> str:
         after = episode.endswith(".answer")
@@ -95,16 +95,16 @@ async def test_thinking_is_ended_in_the_context_and_the_mark_is_not_trained(thin
     assert sample.token_ids[stretch] == tuple(mark) and set(sample.versions[stretch]) == {-1} and set(sample.logprobs[stretch]) == {0.0}
     assert (sample.supports is not None) == (top_k > 0)
     if isinstance(sample.supports, Supports):
-        assert [bool(row) for row in sample.supports.rows] == list(sample.loss_mask), "a mark was drawn from nothing"
+        assert [bool(row) for row in sample.supports.rows] == list(sample.loss_mask), "a mark has no support"
 
 
 @pytest.mark.parametrize(
     ("text", "budget", "requests"),
     [
-        (f"<think>\nhm\n</think>\n\nThe answer is {'long ' * 10}", 200, 2),  # it goes on after its thinking
+        (f"<think>\nhm\n</think>\n\nThe answer is {'long ' * 10}", 200, 2),  # it continues after its thinking
         ("No thought: " + "word " * 10, 200, 2),
         ("short", 200, 1),
-        (LONG, MOST + 5, 1),  # the mark would not fit: the turn ends where it always did
+        (LONG, MOST + 5, 1),  # the mark would not fit, so the turn ends at its budget
     ],
 )
 async def test_nothing_is_forced_on_a_turn_that_has_stopped_thinking(

@@ -1,6 +1,6 @@
-"""`python -m tests.run.full_disk_script FOLDER light|torch`: what each writer of a run says on a disk without a byte left, as JSON.
+"""`python -m tests.run.full_disk_script FOLDER light|torch`: the error of each writer of a run on a full disk, as JSON.
 
-Run by `tests/run/test_full_disk.py` with FOLDER on a small file system of its own.
+`tests/run/test_full_disk.py` runs it with FOLDER on a small file system.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fill(folder: Path) -> None:
 
 
 def group(index: int) -> Group:
-    message = os.urandom(8000).hex()  # nothing that compresses
+    message = os.urandom(8000).hex()  # incompressible
     return left_out_group(index, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=message), size=1)
 
 

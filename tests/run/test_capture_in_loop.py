@@ -28,7 +28,7 @@ from tests.driving import Family, Journaled, make_recipe, make_task, opened
 
 
 def script(turn: int, episode: str) -> str:
-    """Member 0 solves its task, 1 misreads what it is told, 2 calls a tool that is not there; in an evaluation all misread."""
+    """Member 0 solves its task, 1 misreads it, 2 calls a missing tool; in an evaluation all misread."""
     member = episode.split("-")[1] if episode.startswith("g") else "1"
     call: tuple[str, dict[str, Any]] = ("python", {"code": "print(3)"})
     if turn == 0 and member == "2":
@@ -118,7 +118,7 @@ async def test_a_rule_of_the_recipe_is_applied(tmp_path: Path) -> None:
 
 
 async def test_capture_costs_an_episode_little(tmp_path: Path) -> None:
-    """Milliseconds of CPU a failed episode, against seconds that it took; most of it is making JSON of its tokens."""
+    """Milliseconds of CPU per failed episode, which took seconds; most of them encode its tokens as JSON."""
     run = await played(tmp_path)
     capture = Capture(tmp_path / "more", run.recipe.capture, origin={})
     with Collection(tmp_path) as collection:

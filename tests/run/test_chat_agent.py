@@ -1,4 +1,4 @@
-"""A suite asked of a server of chat completions over real HTTP: tools, limits, and whose fault is what."""
+"""A suite evaluated on a chat completions server over real HTTP: tools, limits and blame."""
 
 from __future__ import annotations
 
@@ -184,18 +184,18 @@ async def test_invalid_calls_are_answered_with_an_error(suite: Suite) -> None:
 
 
 async def test_a_server_that_rejects_the_models_text_leaves_it_scored(suite: Suite) -> None:
-    """The first request is taken, and the one that holds the model's own words is not: the model's fault, and not of the machine."""
+    """The first request is accepted, the one with the model's own text is not: the policy's failure, not an infrastructure fault."""
     with ChatServer([says("x", ("python", '{"code": "print(97)"}')), Says(text="", status=400)]) as server:
         done = await asked(suite, server)
     (outcome,) = done.outcomes
     assert (outcome.verdict, outcome.scores) == ("failed", (0.0,))
     with ChatServer([Says(text="", status=400)]) as server:
         done = await asked(replace(suite, folder=suite.folder), server)
-    assert done.outcomes[0].scores == (None,), "nothing was said yet"
+    assert done.outcomes[0].scores == (None,), "the model has not answered yet"
 
 
 async def test_an_unreadable_call_is_repeated_as_a_readable_one(suite: Suite) -> None:
-    """Servers fail with status 500 at arguments that are no JSON."""
+    """Servers fail with status 500 for arguments that are not JSON."""
     with ChatServer([says(None, ("python", "{oops"), ("python", "[1]"), ("python", " ")), SUBMIT]) as server:
         await asked(suite, server)
     (said,) = [message for message in server.requests[1]["body"]["messages"] if message["role"] == "assistant"]

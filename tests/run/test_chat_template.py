@@ -1,4 +1,4 @@
-"""The recipe's chat template in place of the model's own: in the run, in its versions and in what it makes."""
+"""The recipe's chat template replaces the model's own: in the run, its versions and its export."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPE = Recipe(name="x", policy=PolicyConfig(model=str(MODEL)), tasks=TasksConf
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """The base policy without a template of its own."""
+    """The base policy without a template."""
     folder = Path(shutil.copytree(MODEL, tmp_path / "bare"))
     (folder / "chat_template.jinja").unlink()
     return folder
@@ -49,7 +49,7 @@ def test_an_unknown_tool_format_fails_first(tmp_path: Path) -> None:
 def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no chat template.*\n  fix: set policy\.chat_template"):
         find_model("bare", tmp_path)
-    with pytest.raises(UserError, match="'f'"):  # the template was no hindrance; the family is
+    with pytest.raises(UserError, match="'f'"):  # the template passed; the family fails
         check(RECIPE.but({"policy.model": "bare", "policy.chat_template": "hermes"}), tmp_path, root=tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A backend of somebody's that a run needs copies from: tried once, and refused with what to write."""
+"""A user-supplied backend whose snapshots a run needs is tested once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoSnapshot(ScriptedSandbox):
 
 
 class Backend(ScriptedSandboxes):
-    """One that has every way of making no copies, and one that is none of them."""
+    """A backend that fails to copy in several ways, or works."""
 
     def __init__(self, way: str) -> None:
         super().__init__(printing(""))
@@ -61,7 +61,7 @@ async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(way: st
     backend = Backend(way)
     await check_copies(BASE, task, backend)
     await check_copies(BASE.but({**OWN, "sandbox.backend": "docker"}), task, backend)
-    assert not backend.opened, "nobody needs them, or they are proven elsewhere"
+    assert not backend.opened, "not needed, or built-in"
 
 
 def test_sub_agents_without_sandbox_tools_need_no_sandbox() -> None:

@@ -1,4 +1,4 @@
-"""One error, one cause, in a few lines, and the traceback where it can be read."""
+"""One error with one cause in a few lines; the traceback is in the log."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_bug_in_a_run_is_one_line_with_its_location_and_the_log_has_the_traceb
 def test_without_a_run_folder_a_bug_shows_its_traceback_and_ours_never_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(raised(KeyError("lost"))) == 1
     assert "Traceback" in capsys.readouterr().err
-    assert explain(raised(KeyError("lost")), folder=tmp_path) == 1, "no logs/ in it: the run has not begun"
+    assert explain(raised(KeyError("lost")), folder=tmp_path) == 1, "without logs/ the run has not started"
     assert "Traceback" in capsys.readouterr().err
     for error, code in ((UserError("wrong", fix="right"), 2), (StoreError("damaged"), 1), (FULL, 1)):
         assert explain(raised(error)) == code
@@ -167,7 +167,7 @@ def test_a_user_interrupt_is_not_an_error() -> None:
 
 
 def test_a_learners_error_reaches_the_driver_with_its_type(tmp_path: Path) -> None:
-    """Two ranks: the one that refused says why, the other only that it lost its peer, and said so first."""
+    """Two ranks: the failing one reports the reason; the other reports first, but only that it lost its peer."""
     box = Mailbox()
     assert box.best() is None
     refusal = ExitReason(kind="user", message="no model", fix="take another")

@@ -1,4 +1,4 @@
-"""`agentrl eval RECIPE --policy module:attr`: a recipe's own tasks, tools and verifiers, tried without a model."""
+"""`agentrl eval RECIPE --policy module:attr`: a recipe's tasks, tools and verifiers, evaluated without a model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_scripted_policy_is_evaluated_on_a_recipes_tasks(project: Path) -> Non
     assert told["suites"][0]["figures"]["pass_at_1"] == 1.0 and told["passed"]
     found = results.load(project / "r" / "suite")
     assert (found.about.suite, found.about.recipe, found.about.cases) == ("own", "own", 4)
-    assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called, and knew its task"
+    assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called with its task"
 
 
 def test_a_failed_case_is_a_result_and_not_an_error(project: Path) -> None:

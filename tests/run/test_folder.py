@@ -1,4 +1,4 @@
-"""Which folder a run gets, whether a resumed run is the same run, and the command that goes on with it."""
+"""The folder of a run, whether a resumed run is the same run, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_a_fresh_run_gets_the_first_free_folder_and_resume_the_last_that_holds_o
         hold_run(tmp_path / name)
     assert folder_for(tmp_path) == tmp_path / "q-3"
     (tmp_path / "q-3").mkdir()
-    (tmp_path / "q-3" / DRIVER).write_text("")  # of one that was stopped before it started
+    (tmp_path / "q-3" / DRIVER).write_text("")  # from a run that was stopped before its start
     assert folder_for(tmp_path, resume=True) == tmp_path / "q-2"
     assert folder_for(tmp_path) == tmp_path / "q-3"
 
 
 def test_a_run_is_finished_only_under_its_own_recipe(tmp_path: Path) -> None:
-    """Else `--resume` starts a server, evaluates and exports everything a second time."""
+    """Otherwise `--resume` would start a server, evaluate and export everything again."""
     hold_run(tmp_path)
     assert finished(tmp_path, RECIPE) is None, "the driver was killed"
     sessions.end(tmp_path, "finished")
@@ -104,7 +104,7 @@ HARD = ['tasks.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name
 
 
 def test_the_resume_command_is_the_one_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell takes it apart into what was given, --resume added."""
+    """A shell splits it into the given arguments plus --resume."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/agentrl", "train"])
     start = Start(recipe=Path("my recipes/r.py"), folder=tmp_path / "a run", overrides=tuple(HARD))
     words = shlex.split(start.command(resume=True))
@@ -138,7 +138,7 @@ def test_merged_overrides_equal_both_in_sequence(earlier: list[str], later: list
 
 
 def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every key that has a value of its own, sections by name included under the name `x`."""
+    """Every key with a value; named sections have the name `x`."""
     for name, found in kind.model_fields.items():
         inner, several = section_of(found.annotation), named_section_of(found.annotation)
         if inner is not None or several is not None:

@@ -1,6 +1,6 @@
-"""The gate inside a run: an unchanged policy is promoted, a worse one is refused and undone, and dying in between loses nothing.
+"""The gate of a run: an unchanged policy is promoted, a worse one is rolled back, and a crash in between loses nothing.
 
-Server and channel are scripted, and so is the policy: which cases a version passes is in its weights. Registry, store, suite,
+Server, channel and policy are scripted: a version's weights say which cases it passes. Registry, store, suite,
 episodes, verifier, rule, tracker and the loop's own code are the real ones.
 """
 
@@ -73,7 +73,7 @@ class Killed(BaseException):
 
 
 class Player(ScriptedPolicy):
-    """Submits what the served version's weights say.
+    """Submits the answers in the served version's weights.
 
     `good` passes every case. `bad c03 c07-r1` fails all attempts at c03 and attempt 1 at c07. `awful` fails everything.
     """
@@ -97,7 +97,7 @@ class Player(ScriptedPolicy):
 
 
 async def opened(run_dir: Path) -> Any:
-    """A run at version 0, which passes everything."""
+    """A run at version 0, which passes every case."""
     run = await plain.opened(run_dir)
     run.recipe, run.suite, run.stop_at = RECIPE, make_suite(), RECIPE.steps
     run.sandboxes = ScriptedSandboxes(printing(""))
@@ -128,7 +128,7 @@ def publish(run: Any, number: int, parent: int, weights: str) -> None:
 
 
 def learner_answers(run: Any, number: int) -> rollback.Request:
-    """What the learner does at its step `number - 1`: see tests/learner/test_gate.py for the real one."""
+    """The learner's step `number - 1`; tests/learner/test_gate.py tests the real one."""
     request = rollback.pending(run.folder / "versions", run.registry)
     assert request is not None
     weights = (run.folder / f"versions/{request.to:06d}/model.safetensors").read_text()
@@ -144,7 +144,7 @@ async def looked(run: Any) -> None:
 
 
 async def serving_the_second(run: Any, one: str, two: str) -> None:
-    """Version 0 is judged; version 2, which is due and was not looked at, serves after version 1; these are their weights."""
+    """Version 0 has a verdict; version 2, which is due, serves after version 1 without one. These are their weights."""
     await looked(run)
     publish(run, 1, 0, one)
     publish(run, 2, 1, two)
@@ -213,7 +213,7 @@ async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both
 async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_version_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies as the evaluation is written down, then after the verdict and before what follows from it, then after that."""
+    """It dies while writing the evaluation, then after the verdict but before its consequences, then after them."""
     run = await opened(tmp_path)
     await serving_the_second(run, "bad", "bad c01")
 
@@ -237,13 +237,13 @@ async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_versio
 
     learner_answers(run, 3)
     assert rollback.pending(tmp_path / "versions", run.registry) is None
-    assert first_to_serve(run).number == 3, "version 0 is promoted, but its successor has taken over"
+    assert first_to_serve(run).number == 3, "version 0 is promoted, but its successor serves"
     await run.served.swap(run.registry.get(3))
     record_missing(run)
     assert measure.recorded(tmp_path) == {1, 2, 3}
     await plain.close(run)
     with Collection(tmp_path) as collection:
-        assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "attempts of the first try are not counted twice"
+        assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "no attempt is counted twice"
 
 
 @pytest.mark.usefixtures("scripted")
@@ -308,9 +308,9 @@ async def test_the_result_is_the_last_promoted_version_if_the_newest_is_blocked(
     await serve_result(run)
     assert "version 4 is not promoted; the result of the run is version 2" in run.tracker.said
     assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
-    assert first_to_serve(run).number == 2, "a run that is over goes on with its result"
+    assert first_to_serve(run).number == 2, "a finished run resumes with its result"
     longer = SimpleNamespace(**{**vars(run), "recipe": RECIPE.but({"steps": 8})})
-    assert first_to_serve(longer).number == 4, "a run that is made longer goes on with its newest weights"  # type: ignore[arg-type]
+    assert first_to_serve(longer).number == 4, "a run with more steps resumes with its newest weights"  # type: ignore[arg-type]
     assert measure.gate_problems(tmp_path, finished=True) == ()
     await plain.close(run)
 
@@ -326,9 +326,9 @@ async def test_a_case_has_its_own_repeats_and_threshold(tmp_path: Path) -> None:
     found = read_verdict(tmp_path, 2)
     assert found is not None and found.judgement is not None and found.figures is not None
     assert [(one.case, one.passed, one.tries, one.before_tries) for one in found.judgement.regressed] == [("c03", 0, 6 + 12, 6)]
-    assert found.figures.attempts == 10 * 4 + 2 * 6 and found.figures.pass_at_1 == pytest.approx(11 / 12), "c05 asks for nothing"
+    assert found.figures.attempts == 10 * 4 + 2 * 6 and found.figures.pass_at_1 == pytest.approx(11 / 12), "c05 has threshold 0"
     compared = json.loads(CliRunner().invoke(app, ["compare", f"{tmp_path}@0", f"{tmp_path}@2", "--json"]).output)
-    assert compared["lost"] == ["c03", "c05"], "scores are compared as they are"
+    assert compared["lost"] == ["c03", "c05"], "scores are compared unchanged"
     await plain.close(run)
 
 
@@ -347,7 +347,7 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     assert result(run).number == 2
     adapter = {f"base_model.model.q.lora_{part}.weight": torch.full((2, 2), value) for part, value in (("A", 1.0), ("B", 0.0))}
     save_file(adapter, tmp_path / "versions/000002" / ADAPTER)
-    assert result(run) is None, "with adapters, version 0 again has a hash of its own"
+    assert result(run) is None, "with adapters, a rollback to version 0 has its own hash"
     await plain.close(run)
 
 
@@ -374,7 +374,7 @@ async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_agai
 
 @pytest.mark.usefixtures("scripted")
 async def test_no_rollback_is_requested_after_the_last_version(tmp_path: Path) -> None:
-    """It has ended: the request would stand until the run was given more steps, and undo whatever was promoted by then."""
+    """It has ended: the request would remain until the run got more steps, and then roll back later promotions."""
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
     for number, weights in enumerate(("good 1", "bad c03", "good 3"), 1):
@@ -391,7 +391,7 @@ async def test_no_rollback_is_requested_after_the_last_version(tmp_path: Path) -
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_request_that_came_too_late_is_void_once_the_last_version_is_promoted(tmp_path: Path) -> None:
-    """The learner was making its last step already. With more steps the run goes on from what was promoted."""
+    """The learner was already in its last step. With more steps the run continues from the promoted version."""
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
     publish(run, 1, 0, "good 1")
@@ -437,7 +437,7 @@ def test_the_first_different_turn_of_two_episodes() -> None:
 
     one = words(("a", "python"), ("b", "submit"))
     assert parting_turn(one, one) is None
-    assert parting_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other words"
+    assert parting_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other text"
     assert parting_turn(one, words(("other words", "python"), ("b", "submit"))) == 1
     assert parting_turn(one, words(("a", "python"))) == parting_turn(words(("a", "python")), one) == 2 and parting_turn({}, {}) is None
 

@@ -1,4 +1,4 @@
-"""Single judgements of the gate: what is reported, compared and shown, which versions are due, and which are not judged.
+"""Single evaluations of the gate: reports, comparisons, due versions, and versions without a verdict.
 
 The run and its scripted policy are those of test_gate.py.
 """
@@ -27,7 +27,7 @@ scripted = plain.scripted
 
 
 class Reports:
-    """What a run's tracker was given, from here on."""
+    """Records what a run's tracker gets from here on."""
 
     def __init__(self, run: Any) -> None:
         self.stages: list[tuple[str, str]] = []
@@ -39,7 +39,7 @@ class Reports:
 
 
 def with_image(suite: Suite, case_id: str, image: str) -> Suite:
-    """The suite with another image, and so another content, for one case."""
+    """The suite with another image, and so another content hash, for one case."""
     other = SandboxSpec(image=image)
     changed = (replace(case, task=replace(case.task, sandbox=other)) if case.id == case_id else case for case in suite.cases)
     return replace(suite, cases=tuple(changed))
@@ -53,7 +53,7 @@ async def test_the_gate_reports_stage_attempts_and_rate(tmp_path: Path) -> None:
     assert reports.stages == [("gate", "version 0: 12 cases, 48 attempts")] and reports.counted[-1] == (48, 48)
     (rate,) = reports.rates["gate 0"].values()
     assert isinstance(rate, Rate) and (rate.value, rate.n) == (1.0, 48) and rate.ci_low < rate.ci_high
-    assert run.registry.get(0).evals == {GATE: 1.0} and run.tracker.said == [], "a promotion is no alert"
+    assert run.registry.get(0).evals == {GATE: 1.0} and run.tracker.said == [], "a promotion is not an alert"
     await plain.close(run)
 
 
@@ -84,7 +84,7 @@ async def test_cases_whose_image_cannot_be_built_are_reported_and_unscored(image
     await looked(run)
     (said,) = run.tracker.said
     assert f"gate: the cases of image {image} cannot be run: no such image" in said
-    assert reports.rates["gate 0"]["x"].n == (44 if image == "gone" else 4), "the attempts that were scored"
+    assert reports.rates["gate 0"]["x"].n == (44 if image == "gone" else 4), "the scored attempts"
     await plain.close(run)
 
 
@@ -214,7 +214,7 @@ async def test_versions_are_due_at_the_recipes_interval_from_the_newest_with_a_v
     assert await served(2) == [0, 2] and await served(3) == [0, 2] and await served(4) == [0, 2, 4]
     await judge_version(run, run.registry.get(2))
     assert [version.number for version in due(run)] == [2, 4]
-    assert await served(5) == [2, 4, 5], "the last one is due at any pace"
+    assert await served(5) == [2, 4, 5], "the last version is always due"
     run.registry.reconcile(4)
     assert due_served(run) is None and [version.number for version in due(run)] == [2, 4], "version 5 is gone"
     publish(run, 5, 4, "others")

@@ -1,6 +1,6 @@
-"""The judges' servers of a run: started, waited for, started again when they die, ended; and what a recipe may not say of them.
+"""The judges' servers of a run: start, wait, restart and stop, and the checks of a recipe.
 
-In place of vLLM a few lines of Python answer; tests/serving/test_judge_server.py has the real one.
+A small Python server replaces vLLM; tests/serving/test_judge_server.py tests the real one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) ->
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
     known = servers.declared()["small"]
     async with judge_servers(recipe(max_restarts=1), {"small": Path("m")}, folder=tmp_path) as running:
-        assert (await judge(TASK, episode())).value == 1.0, "asked before the server was up"
+        assert (await judge(TASK, episode())).value == 1.0, "requested before the server was up"
         await running.ready()
         first = running.pid("small")
         assert first is not None

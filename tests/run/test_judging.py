@@ -1,6 +1,6 @@
-"""The gate beside the run: versions go on being served while one is judged on the gate's own server.
+"""The gate on its own server: versions are served while one is evaluated.
 
-The policy is scripted, and which cases a version passes is in its weights, as in test_gate.py, whose run this is. The gate's server is
+The policy is scripted as in test_gate.py, and a version's weights say which cases it passes. The gate's server is
 a double whose attempts can be held up; the real one is tested in tests/serving/test_gate_server.py and tests/e2e/test_lora.py.
 """
 
@@ -29,7 +29,7 @@ OWN = RECIPE.but({"gate.server": "own"})
 
 
 class HeldPolicy(Player):
-    """Answers for the version that the double serves, unless that is held up."""
+    """Answers for the version that the test double serves, unless it is blocked."""
 
     async def generate(self, *arguments: Any, **named: Any) -> Any:
         while self.run.served.version in self.run.held_up:
@@ -62,7 +62,7 @@ async def beside(run_dir: Path) -> Any:
 
 
 async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Serves the versions up to `last`, doing something else meanwhile."""
+    """Serves the versions up to `last`, and does something else meanwhile."""
     run.stop_at = last
     async with asyncio.timeout(60), asyncio.TaskGroup() as parts:
         swaps = parts.create_task(loop._swap_versions(run))
@@ -89,7 +89,7 @@ async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(t
         run.held_up.clear()
 
     await swapped(run, 5, look)
-    assert seen == [2], "version 2 is due, and is served while version 0 is judged; version 3 waits until version 2 can be"
+    assert seen == [2], "version 2 is served while version 0 is evaluated; version 3 waits for its evaluation"
     assert run.gate_server.given == [0, 2, 4]
     assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
         (0, Outcome.REFERENCE),
@@ -97,7 +97,7 @@ async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(t
         (4, Outcome.PROMOTED),
     ]
     assert states(run) == ["promoted", "served", "promoted", "served", "promoted", "serving"]
-    assert run.player.asked == 0, "the policy's own server was not asked"
+    assert run.player.asked == 0, "the policy's own server got no request"
     await plain.close(run)
 
 
@@ -133,7 +133,7 @@ async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_the
 async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    """Version 4 waits until version 2 has been judged: an interrupt ends that wait too."""
+    """Version 4 waits for the evaluation of version 2; an interrupt ends that wait too."""
     run, weights = await beside(tmp_path), ("good 1", "good 2", "good 3", "bad c03 c07")
     for number in range(1, stop + 1):
         publish(run, number, number - 1, weights[number - 1])
@@ -141,7 +141,7 @@ async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_co
     run.held_up.add(2)
 
     def die(run: Any, version: PolicyVersion, verdict: object) -> None:
-        """Before anything follows from the verdict on version 2."""
+        """Before the consequences of the verdict on version 2."""
         run.interrupted = version.number == 2
 
     async def interrupt() -> None:
@@ -225,7 +225,7 @@ async def test_a_version_retracted_during_its_evaluation_is_evaluated_with_its_n
 
     async def retract() -> None:
         await until(lambda: run.gate_server.given == [0, 2] and run.served.version == 3)
-        run.registry.reconcile(1)  # the learner went back to an older checkpoint
+        run.registry.reconcile(1)  # the learner returned to an older checkpoint
         await until(lambda: run.served.version == 1)
         publish(run, 2, 1, "good 2")
         run.held_up.clear()
@@ -275,7 +275,7 @@ async def test_a_version_about_to_be_rolled_back_is_not_evaluated(tmp_path: Path
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_version_retracted_before_its_evaluation_is_evaluated_when_it_serves_again(tmp_path: Path) -> None:
-    """The learner makes a step again from the same groups, and may come to the same weights."""
+    """The learner repeats a step with the same groups, and may get the same weights."""
     run = await beside(tmp_path)
     for number in range(1, 5):
         publish(run, number, number - 1, f"good {number}")
@@ -284,11 +284,11 @@ async def test_a_version_retracted_before_its_evaluation_is_evaluated_when_it_se
 
     async def retract() -> None:
         await until(lambda: run.gate_server.given == [0, 2] and run.served.version == 4)
-        await asyncio.sleep(0.2)  # it waits for the judgement of version 2
+        await asyncio.sleep(0.2)  # it waits for the evaluation of version 2
         run.registry.reconcile(3)
         run.held_up.clear()
         await until(lambda: run.served.version == 3)
-        await asyncio.sleep(1.0)  # its turn has come, and there was nothing to judge
+        await asyncio.sleep(1.0)  # it was next, and there was nothing to evaluate
         publish(run, 4, 3, "good 4")
         await until(lambda: run.served.version == 4)
         publish(run, 5, 4, "good 5")

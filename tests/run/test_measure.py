@@ -22,7 +22,7 @@ def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> 
 
 
 def test_cancelled_attempts_are_counted_next_to_the_others() -> None:
-    assert done_without([group(0, 1.0), group(1, 1.0)]) == {}, "a run without further attempts has no such figures"
+    assert done_without([group(0, 1.0), group(1, 1.0)]) == {}, "a run without cancelled attempts has no such metrics"
     slow = Cancelled(episode_id="a", reason="spare", turns=2, tokens=300, wall_s=9.0)
     lazy = Cancelled(episode_id="b", reason="spare", turns=0, tokens=0, wall_s=5.0)
     idle = Cancelled(episode_id="c", reason="equal", begun=False)
@@ -38,7 +38,7 @@ def test_cancelled_attempts_are_counted_next_to_the_others() -> None:
 
 
 async def test_judge_costs_are_reported_and_a_damaged_ledger_is_logged(tmp_path: Path) -> None:
-    assert judges_spent(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such figures, and no ledger"
+    assert judges_spent(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such metrics and no ledger"
     with ChatServer([Says(RIGHT), Says("I am sorry.")]) as server:
         for name in ("one", "other"):
             priced = endpoint(server.url, model=name, prices=Prices(prompt=1e6, completion=1e6))

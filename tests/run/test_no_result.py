@@ -1,4 +1,4 @@
-"""Runs in which nothing is scored, or nothing can be learned: the real loop, groups, verifiers and batches around a scripted policy."""
+"""Runs without scores or learning signal: the real loop, groups, verifiers and batches with a scripted policy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def judged_by(verifier: Callable[..., Any], **changes: Any) -> Family:
 
 
 async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> Summary:
-    """One step of two groups, with the figures that the learner's batch gives; then the run's summary."""
+    """One step of two groups with the metrics of the learner's batch; then the run's summary."""
     recipe = make_recipe(checkpoint_turns=False, max_retries=0)
     async with opened(folder, Journaled(folder / "journal.jsonl"), sandboxes, recipe, family) as run:
         run.groups = replace(run.groups, score=TaskScorer())
@@ -128,7 +128,7 @@ async def test_a_repeated_step_is_counted_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["before", "after"])
 async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: str) -> None:
-    """Before training it ends the run; later it must not cost what was learned, so it is told and the run goes on to its end."""
+    """Before training it ends the run; later it must not discard the training, so it is reported and the run continues."""
     recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 3, "evaluation.heldout_real": 0})
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
         run.groups = replace(run.groups, score=TaskScorer())
@@ -141,7 +141,7 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
             assert await held_out.evaluate_served(run, phase, step=0) == {}
     saved = json.loads((tmp_path / "evaluations.json").read_text())[phase]["heldout"]
     assert "value" not in saved and saved["left_out"] == 3 and list(saved["left_out_reasons"].values()) == [3]
-    assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they can be read"
+    assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they are readable"
     summary = measure.summarize(tmp_path, recipe, {}, backend="scripted", interrupted=False)
     assert summary.heldout_before is None and summary.heldout_after is None
     (problem,) = summary.problems
@@ -154,7 +154,7 @@ class Registry:
 
 
 async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
-    """Of the same weights, under the same settings. A stop in the first step would repeat the one before training."""
+    """With the same weights and settings. Otherwise a stop in the first step would repeat the one before training."""
     recipe = make_recipe(max_retries=0).but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
 
     async def evaluated(**changes: Any) -> int:
@@ -171,7 +171,7 @@ async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
 
     assert await evaluated() > 0
     assert await evaluated() == 0
-    assert await evaluated(**{"evaluation.every": 2}) == 0, "which is not about this one"
+    assert await evaluated(**{"evaluation.every": 2}) == 0, "which belongs to another run"
     assert await evaluated(sha256="b" * 64) > 0, "other weights"
     assert await evaluated(**{"sha256": "b" * 64, "evaluation.heldout": 4}) > 0, "other settings"
 
@@ -220,7 +220,7 @@ async def test_a_failed_start_does_not_change_the_record_of_the_earlier_driver(t
     def fails(*_: Any, **__: Any) -> Any:
         raise InfrastructureError("no sandboxes")
 
-    sessions.begin(tmp_path)  # and was killed
+    sessions.begin(tmp_path)  # killed
     monkeypatch.setattr(loop, "opened", fails)
     start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(InfrastructureError):

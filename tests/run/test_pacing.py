@@ -1,4 +1,4 @@
-"""The usual pace of a server outlives the driver: after a resume a slow server does not count as usual."""
+"""The usual pace of a server survives the driver: after a resume, a slow server does not count as usual."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_an_unknown_model_type_is_reported_without_importing_transformers(tmp_pa
 
 
 def test_failed_checks_import_nothing_heavy(tmp_path: Path) -> None:
-    """One process in which a command is refused at every stage, up to the last check before torch is needed."""
+    """One process in which a command fails at every stage, up to the last check before torch is needed."""
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "recipe.json").write_text("{}")
     (tmp_path / "syntax.py").write_text("recipe = (\n")
@@ -276,7 +276,7 @@ def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:
 
 
 class Own:
-    """A family that does what `gives` says, for a task or a size."""
+    """A family that returns or raises what `gives` says."""
 
     def __init__(self, *, seed: int = 0, gives: str = "") -> None:
         self.gives = gives

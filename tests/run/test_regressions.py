@@ -1,4 +1,4 @@
-"""Suites held to a policy without a recipe: verdicts by threshold, what is told of a failure, JUnit and JSON, the exit code."""
+"""Suites evaluated without a recipe: statuses by threshold, details of a failure, JUnit and JSON, the exit code."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
     assert [one["case"] for one in told["cases"]][:3] == ["bad", "flaky_strict", "broken"], "failed first, then unscored"
     bad = told["cases"][0]
     assert (bad["shown"]["tag"], bad["shown"]["turn"]) == ("wrong_answer", None), bad["shown"]
-    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes from its own case's threshold"
+    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes at its case's threshold"
     assert bad["shown"]["answer"].startswith("fail") and "wanted pass" in bad["shown"]["evidence"] and bad["baseline"]["version"] == 3
 
     document = xml.fromstring((project / "out.xml").read_bytes())
@@ -90,8 +90,8 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
     kept = results.load(project / "r" / "suites" / "one")
     assert len(kept.attempts) == 10 and kept.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
     assert results.load(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
-    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder says how it was made"
-    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases stay as they are"
+    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder records its command"
+    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases are unchanged"
 
     shown = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
     assert shown.exit_code == 0 and "What is case bad?" in shown.stdout
@@ -103,7 +103,7 @@ def test_a_passing_policy_exits_with_0_and_can_be_pinned(project: Path) -> None:
     assert code == 0 and "s: 2 of 2 cases passed, 0 failed" in printed and "pass@1  0.750" in printed
     pinned = {case.id: case.baseline for case in load_suite(suite.folder).cases}
     assert [one is not None and one.scores for one in pinned.values()] == [(1.0, 0.0), (1.0, 1.0)]
-    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare finds it there"
+    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare reads it there"
 
 
 def test_a_failed_case_is_printed_readably_without_escape_sequences(project: Path) -> None:
@@ -145,7 +145,7 @@ def test_unusable_suites_are_reported_before_anything_runs(project: Path) -> Non
         done = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *wrong, "--run-dir", str(project / "r")])
         assert isinstance(done.exception, UserError), done.output
         assert any(one in str(done.exception) for one in said.split("|")), done.exception
-        assert not (project / "r" / "recipe.json").exists(), "the folder holds no run"
+        assert not (project / "r" / "recipe.json").exists(), "the folder contains no run"
 
 
 def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
@@ -168,8 +168,8 @@ def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
     ("scores", "threshold", "verdict"),
     [
         ((1.0, 1.0), 1.0, Verdict.PASSED),
-        ((0.1,) * 10, 0.1, Verdict.PASSED),  # the mean of floats is no reason to fail
-        ((1.0, None), 1.0, Verdict.UNSCORED),  # what is missing may be a failure
+        ((0.1,) * 10, 0.1, Verdict.PASSED),  # rounding of the mean must not fail a case
+        ((1.0, None), 1.0, Verdict.UNSCORED),  # a missing score may be a failure
         ((0.0, None), 1.0, Verdict.FAILED),
         ((None,), 0.0, Verdict.UNSCORED),
         ((), 0.0, Verdict.UNSCORED),
@@ -190,7 +190,7 @@ def test_only_text_that_xml_cannot_contain_is_replaced() -> None:
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_model_folder_is_served_and_only_its_version_counts(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is scripted; what `agentrl eval` opens around it is the run's own."""
+    """The server is scripted; `agentrl eval` opens the other parts of a run."""
     run = await test_gate.opened(project / "r")
     run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
     script = make_part(find_policy(POLICY)).script
@@ -228,8 +228,8 @@ async def test_a_model_folder_is_served_and_only_its_version_counts(project: Pat
     assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
     assert regressions.pin(found[:1]) == 2
     pinned = load_suite(found[0].suite.folder).cases[0].baseline
-    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "no folder of this machine"
-    assert {one.verdict for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
+    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "not a local folder"
+    assert {one.verdict for one in another.values()} == {"unscored"}, "tokens of another version do not count"
     await test_gate.plain.close(run)
 
 

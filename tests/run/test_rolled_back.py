@@ -1,4 +1,4 @@
-"""Versions that the learner takes back: the loop never serves them, and never refers to one that is gone.
+"""Retracted versions: the loop never serves them, and never refers to a deleted one.
 
 Server and channel are scripted; registry, store, tracker and the loop's own code are the real ones.
 """
@@ -38,7 +38,7 @@ RECIPE = RECIPE.model_copy(update={"rollout": RECIPE.rollout.model_copy(update={
 
 
 class RecordingChannel(ScriptedChannel):
-    """Notes what it swaps in; `during` is called in the middle of a swap."""
+    """Records its swaps; `during` is called in the middle of one."""
 
     swapped: ClassVar[list[tuple[int, str]]] = []
     during: ClassVar[Any] = None
@@ -144,7 +144,7 @@ async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_pat
         publish(run.registry, number, number - 1, weights)
 
     def strike(version: PolicyVersion) -> None:
-        if version.number == 2:  # in the middle of its swap, as soon as its successor is there
+        if version.number == 2:  # in the middle of its swap, as soon as its successor exists
             publish(run.registry, 3, 1, b"good")
             run.registry.set_state(2, VersionState.ROLLED_BACK)
 
@@ -156,7 +156,7 @@ async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_pat
     assert served.to_serve(run.registry).number == 3
     run.registry.set_state(3, VersionState.ROLLED_BACK)
     publish(run.registry, 4, 1, b"good")
-    assert served.to_serve(run.registry).number == 4, "what a server that dies now would be started with"
+    assert served.to_serve(run.registry).number == 4, "the version that a restarted server would load"
     await close(run)
 
 

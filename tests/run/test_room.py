@@ -1,4 +1,4 @@
-"""A run says before it starts what it will keep on its disk."""
+"""A run reports the disk space that it needs before it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def model_of(folder: Path, *shapes: tuple[int, ...]) -> Path:
-    """A model folder of headers alone."""
+    """A model folder with headers only."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for number, shape in enumerate(shapes):
         size = 4 * math.prod(shape)

@@ -1,4 +1,4 @@
-"""Sampling without a learner: what is made, kept and told of a policy's attempts, whole, interrupted, resumed, and with broken tasks."""
+"""Sampling without a learner: complete, interrupted, resumed, and with broken tasks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def submits(turn: int, episode: str) -> str:
 
 
 def asked(index: int) -> Task | None:
-    """Of easy, hard and hopeless tasks in turn; the sixth cannot be made."""
+    """Easy, hard and hopeless tasks in turn; the sixth cannot be created."""
     if index == 5:
         raise ValueError("no such task")
     return replace(make_task(index), data={"kind": ("easy", "hard", "hope\x1bless")[index % 3]})
 
 
 async def judge(task: Task, episode: Episode) -> Score:
-    """Hard tasks: the second attempt alone is right; later: those of the second group. The last attempt at the first task has no score."""
+    """Hard tasks: only the second attempt is right, later those of the second group. The last attempt at the first task is unscored."""
     attempt = episode.answer or ""
     if task.id == "task-0" and attempt == "2":
         return Score(value=None, reason="the judge abstains")
@@ -50,7 +50,7 @@ async def judge(task: Task, episode: Episode) -> Score:
 async def played(
     folder: Path, groups: int, *, stop_after: int | None = None, family: Any = asked, **rollout: Any
 ) -> tuple[sample.Sampled, list[int]]:
-    """What there is after sampling, and which groups this call has made."""
+    """The result of sampling, and the groups that this call sampled."""
     policy = Journaled(folder / "journal", script=submits)
     recipe = make_recipe(max_retries=0, **rollout)
     steps = StepGroups.single(recipe.rollout)
@@ -69,7 +69,7 @@ async def played(
         await sample.make_groups(run, [index for index in range(groups) if not run.store.has(index)])
         found = sample.sampled(run, groups)
         groups_kept = [run.store.groups([index])[0] for index in run.store.indices()]
-        assert len(demonstrations(groups_kept)) == found.whole.solved, "what can be imitated is what was told"
+        assert len(demonstrations(groups_kept)) == found.whole.solved, "the demonstrations match the report"
         return found, made
 
 
@@ -87,11 +87,11 @@ async def test_each_task_is_attempted_and_reported_by_kind(tmp_path: Path) -> No
     lines = read_json_lines(tmp_path / "episodes" / "train.jsonl")
     assert len(lines) == 15 and {line["split"] for line in lines} == {"train"}
     assert {line["kind"]: 1 for line in read_json_lines(tmp_path / "tasks.jsonl")}.keys() == {"easy", "hard", "hope\x1bless"}
-    assert taught_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
+    assert taught_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows the spread of each kind"
 
 
 async def test_resuming_samples_only_missing_groups_and_reports_all(tmp_path: Path) -> None:
-    """Interrupted after the second group of many: those in hand are finished, no others are begun."""
+    """Interrupted after the second of many groups: running groups finish, and no others start."""
     first, made = await played(tmp_path, 12, stop_after=2, group_size=2, concurrency=2)
     assert first.unfinished and 2 <= len(made) < 12 and first.asked == 12
     again, then = await played(tmp_path, 12, group_size=2, concurrency=2)
@@ -112,7 +112,7 @@ async def test_the_printed_summary(tmp_path: Path) -> None:
 
 
 async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_not_count(tmp_path: Path) -> None:
-    """The first group of the task fails in all attempts, the second succeeds in all: nothing to learn from either."""
+    """All attempts of the first group fail, all of the second succeed: neither has a preference."""
 
     def same(index: int) -> Task:
         return replace(make_task(7), data={"kind": "later"})
@@ -133,7 +133,7 @@ async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_no
     ],
 )
 async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -> None:
-    """Whatever it says of steps: all groups are of one, so that each has the next task and nothing to read of those before."""
+    """All groups belong to one step, whatever the recipe says, so each has the next task."""
     recipe = apply_overrides(make_recipe().but("steps=16", "rollout.groups_per_step=8"), given)
     policy = Journaled(tmp_path / "journal", script=submits)
     steps = StepGroups.single(recipe.rollout)

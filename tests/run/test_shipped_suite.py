@@ -1,4 +1,4 @@
-"""The suite in `evals/regressions`: what a user has right after the quickstart. A suite records the policy that is evaluated by default."""
+"""The suite in `evals/regressions`: which exists right after the quickstart. A suite records the policy that is evaluated by default."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_recorded_policy_equals_the_named_one(named: str, source: Source, pr
     suite = load_suite(record(project, named))
     assert recorded_policy([suite]) == find_policy(named) and find_policy(named).source is source
     monkeypatch.chdir(project / "sub")
-    assert recorded_policy([suite]).model == str(project / ("runs/q/versions/000003" if "@" in named else "model")), "wherever it is typed"
+    assert recorded_policy([suite]).model == str(project / ("runs/q/versions/000003" if "@" in named else "model")), "from any directory"
 
 
 def test_a_missing_policy_is_an_error_with_a_fix(project: Path) -> None:
@@ -95,7 +95,7 @@ def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> N
 def test_a_recorded_policy_outside_the_project_raises(
     named: str, why: str, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A run's recipe names code."""
+    """A run's recipe refers to code."""
     outside = tmp_path_factory.mktemp("outside")
     for run in (outside, project / "s" / "theirs"):
         (run / "versions" / "000003").mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_a_recorded_policy_outside_the_project_raises(
     (project / "link").symlink_to(outside)
     borrowed = tmp_path_factory.mktemp("borrowed")
     (project / "borrowed").symlink_to(borrowed)
-    for run in (borrowed, project / "s" / "borrowed"):  # a recipe of theirs with a model of the project
+    for run in (borrowed, project / "s" / "borrowed"):  # a third-party recipe with a model of the project
         (run / "versions").mkdir(parents=True)
         (run / "versions" / "000003").symlink_to(project / "model")
     with pytest.raises(UserError, match=why):

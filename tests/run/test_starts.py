@@ -1,4 +1,4 @@
-"""Cases that begin at the failing turn: what was before is played again once, captured, and never sampled again."""
+"""Cases that start at the failing turn: the turns before are replayed once, captured, and never sampled again."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def call(name: str, **arguments: str) -> str:
 
 
 def policy() -> ScriptedPolicy:
-    """Looks, looks again, and hands in the wrong thing."""
+    """Reads twice, and submits a wrong answer."""
     look, submit = call("python", code="print(97)"), call("submit", answer="fail")
     return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: look if turn < 2 else submit)
 
 
 def better() -> ScriptedPolicy:
-    """Hands in the right thing at once, the second time that it is asked. What it is asked for goes into `asked.jsonl`."""
+    """Submits the right answer at the second attempt. Records its prompts in `asked.jsonl`."""
 
     def say(turn: int, episode: str) -> str:
         with Path("asked.jsonl").open("a") as file:
@@ -60,20 +60,20 @@ def foreign() -> ScriptedPolicy:
 
 
 def talker() -> ScriptedPolicy:
-    """Asks a server's tool twice, and hands in the wrong thing."""
+    """Calls a server's tool twice, and submits a wrong answer."""
     said = [call("echo", text="a"), call("echo", text="b"), call("submit", answer="fail")]
     return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
 
 
 def agentrl(*arguments: object) -> tuple[str, str]:
-    """What was refused, and what was printed."""
+    """The error and the output."""
     done = CliRunner().invoke(app, [*map(str, arguments)])
     return "" if done.exit_code in (0, 1) and not isinstance(done.exception, UserError) else str(done.exception), done.output
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with one failure, whose turn is the third."""
+    """A run with one failure, in the third turn."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "prints.json").write_text('"97"')
@@ -103,7 +103,7 @@ def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path
 
     refused, out = agentrl("eval", "late", "--policy", f"{HERE}:better", BACKEND, "--run-dir", "again")
     assert refused == "", out
-    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "nothing before it is sampled, also when the server failed"
+    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "earlier turns are not sampled, even after a server failure"
     (attempt,) = results.load(tmp_path / "again" / "suite").attempts
     assert (attempt.score, attempt.turns, attempt.task_key) == (1.0, 1, case.key) and attempt.tokens < 100
 
@@ -149,7 +149,7 @@ def test_an_episode_that_cannot_be_replayed_raises_with_the_reason(run: Path, tm
 
 
 def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tools are in its prompt, and answer again when it is played again; a bound cuts what they give as it did."""
+    """Their tools are in its prompt and answer again in the replay; a bound cuts their output as before."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "prints.json").write_text('""')
@@ -175,7 +175,7 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_pa
 
 
 def test_wording_of_a_tool_that_the_task_lacks_does_not_prevent_promotion(run: Path, tmp_path: Path) -> None:
-    """They are the run's own, for other tasks of it."""
+    """The wording is for other tasks of the run."""
     recipe = json.loads((run / "recipe.json").read_text())
     recipe["tools"]["words"] = {"search": {"description": "Search the archive.", "arguments": {}}}
     (run / "recipe.json").write_text(json.dumps(recipe))

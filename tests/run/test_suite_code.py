@@ -1,4 +1,4 @@
-"""A suite chooses among the code and images of a project, and brings none."""
+"""A suite may only use code and images of its project."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_foreign_code_raises_before_it_is_imported(kind: str, reference: str, wh
 @pytest.mark.parametrize("reference", ["evil:v", "package.part:v", "package.evil.part:v"])
 @pytest.mark.parametrize("entry", ["", "{suite}"])
 def test_code_found_in_the_current_directory_raises(reference: str, entry: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `python -m agentrl eval .` in the folder of the suite."""
+    """Like `python -m agentrl eval .` in the suite's folder."""
     suite = project / "evals" / "theirs"
     (project / "evil.py").unlink()
     (suite / "package").mkdir()

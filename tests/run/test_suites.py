@@ -1,4 +1,4 @@
-"""An evaluation of a suite: every attempt kept, unscored ones told, read back and compared. The server is scripted."""
+"""An evaluation of a suite: all attempts are stored, reported, read back and compared. The server is scripted."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_every_attempt_is_stored_with_its_cost_and_case(tmp_path: Path, mo
     episodes = [json.loads(line) for line in (tmp_path / "run/suite/episodes.jsonl").read_text().splitlines()]
     assert [(one["case"], one["attempt"]) for one in episodes] == [(case.id, n) for case in suite.cases for n in range(4)]
     captured = json.loads((tmp_path / "run/failures/failures.json").read_text())
-    assert (captured["episodes"], captured["why"]) == (12, {"failed": 2, "fault": 4}), "of the flaky case, and of the broken one"
+    assert (captured["episodes"], captured["why"]) == (12, {"failed": 2, "fault": 4}), "for the flaky and the broken case"
     shown = table(found, where=Path("x"))
     assert "pass@1  0.750" in shown and "flaky: 2 of 4 passed" in shown and "broken: 0 of 0 passed, 4 unscored" in shown
 
@@ -108,7 +108,7 @@ async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.M
         return done.output
 
     told = json.loads(asked(str(tmp_path / "a"), "--difference", "0.2", "--json"))
-    assert told["noise"] == pytest.approx((0.0 + 2 / 3) / 2) and told["suite_cases"] == 2, "easy, flaky; what was not scored tells nothing"
+    assert told["noise"] == pytest.approx((0.0 + 2 / 3) / 2) and told["suite_cases"] == 2, "easy and flaky; unscored attempts do not count"
     assert told["cases"]["1"] > told["cases"]["4"] > told["cases"]["8"] > 20 and told["here"]["8"] is None
     assert "the 2 cases of this suite show no difference" in asked(str(tmp_path / "a"))
     shown = asked("--rate", "0.95")
@@ -118,7 +118,7 @@ async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.M
     unbounded = replace(results.load(tmp_path / "a" / suites.FOLDER).attempts[0], case="x", score=math.inf)
     found = results.load(tmp_path / "a" / suites.FOLDER)
     results.save(tmp_path / "b", replace(found, attempts=(*found.attempts, unbounded)), [])
-    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "what is no number is in no comparison, and in no plan"
+    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "a score that is not a number is excluded from comparisons and plans"
     for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
         done = CliRunner().invoke(app, ["compare", *wrong])
         assert isinstance(done.exception, UserError) and "two evaluations are compared" in str(done.exception)

@@ -1,4 +1,4 @@
-"""The tasks of a run's groups: the same for the same index, however often the run died, and whatever became of `tasks.jsonl`."""
+"""A group index always has the same task, however often the run died and even if `tasks.jsonl` is damaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 12
 
 
 class Practised:
-    """Every fifth group practises."""
+    """Every fifth group is practice."""
 
     def task(self, group_index: int) -> Task | None:
         return replace(Kinds().task(Split.TRAIN, 0), id="practice") if group_index % 5 == 4 else None
@@ -49,7 +49,7 @@ def recipe_of(**rollout: Any) -> Recipe:
 
 
 def played(task: Task, index: int) -> Group:
-    """What became of a group: `even` teaches in most of its groups, the others seldom; one in eight has lost its attempts."""
+    """The outcome of a group: `even` mostly has a spread, the others seldom; one in eight has no attempts."""
     luck = random.Random(index)
     differ = luck.random() < (0.8 if task.kind == "even" else 0.1)
     scores = [0.0, 1.0 if differ else 0.0] if luck.random() < 7 / 8 else [None, None]
@@ -59,7 +59,7 @@ def played(task: Task, index: int) -> Group:
 
 
 class Run:
-    """The rollouts of a run that may be taken up again: as `agentrl.run.rollouts` calls the parts, without episodes."""
+    """The rollouts of a resumable run: calls the parts like `agentrl.run.rollouts`, without episodes."""
 
     def __init__(self, folder: Path, recipe: Recipe, size: int | None, practice: bool) -> None:
         self.recipe, self.steps = recipe, StepGroups.of(recipe.rollout)

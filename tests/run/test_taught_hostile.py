@@ -1,4 +1,4 @@
-"""What is written of past tasks is lost or wrong, and families break: the tasks of a run's groups all the same."""
+"""The tasks of a run's groups with lost or damaged outcomes and failing families."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKEN = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no
 
 
 class Breaking(Kinds):
-    """A family that raises for some tasks: `RuntimeError`, which is no error of agentrl."""
+    """A family that raises `RuntimeError` for some tasks."""
 
     broken: frozenset[int] = frozenset()
 
@@ -38,7 +38,7 @@ def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -
 
 
 def step(taught: TaughtGroups, store: SqliteStore, number: int) -> list[Group]:
-    """Makes and stores the four groups of a step, as a run does; one whose task cannot be made is left out."""
+    """Runs and stores the four groups of a step; a group whose task cannot be created is excluded."""
     asyncio.run(taught.reach(number))
     for index in range(4 * number, 4 * number + 4):
         try:
@@ -66,7 +66,7 @@ def test_a_run_without_its_outcomes_continues_past_tasks_that_failed(tmp_path: P
         again = taught_of(tmp_path, store, family)
         asyncio.run(again.reach(6))
         assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
-        family.broken = frozenset(range(12))  # of a project that was changed meanwhile
+        family.broken = frozenset(range(12))  # the project changed in the meantime
         with pytest.raises(TaskError, match=r"cannot be created again.*no task \d+ today"):
             asyncio.run(taught_of(tmp_path, store, family).reach(6))
     finally:

@@ -1,4 +1,4 @@
-"""The servers and bounds of a recipe when a run begins: asked once, pinned, and refused where nobody could use them."""
+"""Servers and bounds of a recipe at a run's start: listed once, pinned, and rejected if unused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_without_tool_settings_no_server_is_started() -> None:
     assert (await begun(RECIPE, "submit")).servers == {}
     with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
         load_tools(("mcp:it",), None, declared(RECIPE.tools, HOSTILE.parent))
-    assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts what its cases name"
+    assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts the servers that its cases use"
 
 
 def test_servers_in_a_recipe() -> None:

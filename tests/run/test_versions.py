@@ -1,4 +1,4 @@
-"""What is made up for when a run goes on whose driver died between a swap and the end of its step."""
+"""A resumed run completes the step of a driver that died between a swap and the step's end."""
 
 from __future__ import annotations
 

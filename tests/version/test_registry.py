@@ -1,4 +1,4 @@
-"""The registry: what may follow what, what a crash leaves, and what several processes see."""
+"""The registry: transitions, crashes, and several processes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(reg
     registry.set_state(0, SERVING)
     registry.set_state(0, PROMOTED)
     registry.set_state(1, SERVING)
-    registry.set_state(2, SERVING)  # replaced 1 before it was judged
+    registry.set_state(2, SERVING)  # replaced version 1 before the gate decided
     assert states(registry) == {0: PROMOTED, 1: SERVED, 2: SERVING, 3: CANDIDATE, 4: CANDIDATE}
     registry.set_state(2, PROMOTED)
     registry.set_state(3, SERVING)
@@ -204,7 +204,7 @@ def test_prune_deletes_old_promoted_versions(registry: FolderRegistry) -> None:
         registry.set_state(number, PROMOTED)
     one = registry.get(7)
     rollback.ask(registry.folder, rollback.Request(version=7, sha256=one.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse"))
-    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the one that a request goes back to"
+    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the target of a rollback request"
     registry.verify(registry.get(3))
 
 
@@ -225,7 +225,7 @@ def test_reconcile_deletes_versions_newer_than_the_checkpoint(registry: FolderRe
     for number in range(4):
         publish(registry, number)
     registry.set_state(3, SERVING)
-    (registry.folder / "000004").mkdir()  # half made when the learner died
+    (registry.folder / "000004").mkdir()  # half written when the learner died
     assert registry.reconcile(2) == (3, 4)
     assert sorted(states(registry)) == [0, 1, 2]
     assert not (registry.folder / "000003").exists()
@@ -302,7 +302,7 @@ def test_a_manifest_covers_every_regular_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("served", "left"), [(3, 2), (2, 2), (1, 1)])
 def test_forgetting_versions_leaves_one_that_can_serve(registry: FolderRegistry, served: int, left: int) -> None:
-    """The learner went back to checkpoint 2: versions 3 and 4 are gone, whichever of them was serving."""
+    """The learner returned to checkpoint 2: versions 3 and 4 are gone, whichever of them was serving."""
     for number in range(5):
         publish(registry, number)
     registry.set_state(served, SERVING)
