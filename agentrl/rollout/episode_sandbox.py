@@ -1,0 +1,119 @@
+"""A sandbox of one episode: opened on first use, from the task's files or a snapshot, and closed once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from agentrl.base import user_code
+from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
+from agentrl.protocols import Sandbox
+from agentrl.records import MAX_SNAPSHOT_BYTES, Task
+
+if TYPE_CHECKING:
+    from agentrl.rollout.active import ActiveEpisode
+
+
+CLOSE_S = 60.0
+"""Seconds that a sandbox may take to close. After that, its backend ends it with the run."""
+
+
+class EpisodeSandbox:
+    """Where one or several agents of an episode work. Many episodes of a weak policy never open it.
+
+    Args:
+        life: the episode, which its time counts for.
+        snapshot: initial content of the working directory; None means the task's files.
+    """
+
+    def __init__(self, life: ActiveEpisode, snapshot: bytes | None = None) -> None:
+        self.lost = False  # a tool was cut short in it: its files mean nothing any more
+        self._life = life
+        self._snapshot = snapshot
+        self._sandbox: Sandbox | None = None
+        self._opening = asyncio.Lock()  # concurrent agents share the sandbox
+        self._over, self._closed = False, False
+
+    @property
+    def opened(self) -> bool:
+        """Whether it was opened."""
+        return self._sandbox is not None
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing ever ran in it, so that its files are the task's."""
+        return self._sandbox is None and self._snapshot is None
+
+    async def sandbox(self) -> Sandbox:
+        """Returns the sandbox. Raises `SandboxError`, also after `close`, and `TaskError` if the task's sandbox cannot be created."""
+        async with self._opening:
+            return self._sandbox or await self._open()
+
+    async def snapshot(self) -> bytes | None:
+        """Returns the content of the working directory; None means the task's initial files. Raises like `Sandbox.snapshot`."""
+        return self._snapshot if self._sandbox is None else await self._sandbox.snapshot()
+
+    async def working_copy(self) -> bytes | None:
+        """See `LiveEpisode.working_copy`."""
+        self._life.stage = "sandbox"
+        started = time.monotonic()
+        copy = await self.snapshot()
+        self._life.sandbox_s += time.monotonic() - started
+        if copy is not None and len(copy) > MAX_SNAPSHOT_BYTES:
+            raise ValueError(f"the working directory takes {len(copy) >> 20} MiB; at most {MAX_SNAPSHOT_BYTES >> 20} MiB are copied")
+        return copy
+
+    async def _open(self) -> Sandbox:
+        if self._over:
+            raise SandboxError("the episode, or the sub-agent that used this sandbox, has ended")
+        life = self._life
+        life.stage = "sandbox"
+        task, started = life.task, time.monotonic()
+        files = task_files(task) if self._snapshot is None else None
+        try:
+            sandbox = await life.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=life.open_timeout_s)
+        except (SandboxUnavailable, UnicodeError):  # `contents` has checked the files' names and texts
+            raise
+        except UserError as error:  # an image that cannot be built
+            raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error
+        except ValueError as error:
+            if self._snapshot is not None:
+                raise SandboxError(f"the backend rejected the snapshot: {error}") from error
+            message = f"task {task.id!r}: its files do not fit into its sandbox: {error}"
+            raise TaskError(message, fix="raise sandbox.disk_mb") from error
+        self._sandbox = sandbox
+        life.sandbox_s += time.monotonic() - started
+        if self._over:  # closed meanwhile, because an agent ignored its cancellation
+            await self._end(sandbox)
+        return sandbox
+
+    async def close(self) -> None:
+        """Closes the sandbox; none is opened afterwards. An error here is logged and does not affect the episode."""
+        self._over = True
+        if self._sandbox is not None and not self._closed:
+            await self._end(self._sandbox)
+
+    async def _end(self, sandbox: Sandbox) -> None:
+        started, since = time.monotonic(), user_code.cancellation_count()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await sandbox.close()
+        except BaseException as error:
+            user_code.reraise_if_fatal(error, since)
+            user_code.log_unexpected("closing a sandbox", error)
+        self._closed = True
+        self._life.sandbox_s += time.monotonic() - started
+
+
+def task_files(task: Task) -> dict[str, bytes]:
+    """The task's files. Raises `TaskError` for names and texts that cannot be written."""
+    try:
+        files = task.contents()
+        for path in files:
+            path.encode()
+        return files
+    except ValueError as error:
+        raise TaskError(
+            f"task {task.id!r}: one of its files cannot be written: {error}", fix="give it a name and content in UTF-8"
+        ) from error
