@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 MCP_FILE = "mcp.json"
 MAX_TASKS = 32
-"""Tasks of the training split among which one must name each server."""
+"""Training tasks that are searched for one that uses each server."""
 _CLOSE_S = 5.0
 _MOST_REASONS = 8  # in one warning
 
 
 def declared_tools(tools: ToolsConfig, root: Path) -> RunTools:
-    """The tools of the recipe, before any server is started. Raises `UserError` for a secret reference that does not resolve."""
+    """Returns the recipe's tools before any server is started. Raises `UserError` for a secret reference that does not resolve."""
     servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in tools.mcp.items()}
     for server in servers.values():
         server.check_secrets()
@@ -54,7 +54,7 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
 
 
 def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
-    """The tasks that a run starts its MCP servers from: the first ones of its family, then others."""
+    """Yields tasks of a run from which its servers are started: the first of its family, then its gate's cases, then others."""
     for split, most in {Split.TRAIN: MAX_TASKS, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
         size = family.size(split)
         for index in range(most if size is None else min(size, most)):
@@ -63,7 +63,7 @@ def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator
 
 
 def with_sub_agent_tools(tasks: Iterable[Task], delegation: DelegationConfig | None) -> Iterator[Task]:
-    """The tasks, and after the first of them the same with the tools of its sub-agents, where these have their own."""
+    """Yields the tasks, and after the first of them a copy with the tools of its sub-agents, if these have their own."""
     for number, task in enumerate(tasks):
         yield task
         if not number and delegation is not None and delegation.tools is not None:
@@ -85,22 +85,23 @@ async def pin_tools(
 
     Args:
         tasks: read until each server is used by one.
-        folder: of the run. When it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
+        folder: of the run. If it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
         every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
         idle_words: whether `tools.words` may contain tools that none of these tasks has, because other tasks of the run have them.
         chat: of the policy. It escapes control tokens in every text of a server, and excludes tools that the policy cannot call.
         memory: of the recipe. `tools.bounds` applies to its tools as well.
 
     Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's
-    start."""
+    start.
+    """
     if not tools.servers and not tools.bounds and not tools.words:
         return tools
     looked_at = list(itertools.islice(tasks, 4 * MAX_TASKS))
     users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
     if every and (unused := [name for name in tools.servers if name not in users]):
         raise UserError(
-            f"tools.mcp.{unused[0]} does nothing: none of the {len(looked_at)} tasks that were looked at names {MCP_PREFIX}{unused[0]}",
-            fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or leave the server out",
+            f"tools.mcp.{unused[0]} does nothing: none of the first {len(looked_at)} tasks uses {MCP_PREFIX}{unused[0]}",
+            fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or remove the server",
         )
     kept = _read(folder)
     asked = await asyncio.gather(*(_asked(tools.servers[name], task, sandboxes) for name, task in users.items()))
@@ -132,7 +133,7 @@ async def pin_tools(
 
 
 def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
-    """The tools as the agent sees them, and by name the reason for each tool that cannot be offered to this policy."""
+    """The tools as the agent sees them, and name -> reason for each tool that cannot be offered to this policy."""
     shown, reasons = [], {}
     for tool in usable:
         rewritten = tool.rewritten(str if chat is None else chat.escape_text)
@@ -146,7 +147,7 @@ def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple
 
 
 def save_tool_offers(tools: RunTools, folder: Path) -> None:
-    """Writes down what a run begins with; a run that is resumed has it."""
+    """Stores the tool lists that a run starts with, once."""
     if tools.servers and not (folder / MCP_FILE).exists():
         data = {name: [one.to_data() for one in server.offers or ()] for name, server in tools.servers.items()}
         write_atomically(folder / MCP_FILE, json.dumps(data, indent=1, ensure_ascii=False))
@@ -168,7 +169,7 @@ def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | 
 
 
 async def _asked(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
-    """What a server says that it offers."""
+    """Starts a server and returns its tool list."""
     sandbox, connection = None, ServerConnection(server)
     try:
         if server.in_sandbox:
@@ -198,7 +199,7 @@ def _server(name: str) -> str:
 
 
 def _read(folder: Path | None) -> dict[str, tuple[ListedTool, ...]]:
-    """What a run that is resumed began with."""
+    """The tool lists that a resumed run started with."""
     if folder is None or not (folder / MCP_FILE).is_file():
         return {}
     data = json.loads((folder / MCP_FILE).read_text(encoding="utf-8"))

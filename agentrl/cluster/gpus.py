@@ -25,8 +25,8 @@ class Placement:
 
 
 def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
-    """With `serving.weight_transfer=nccl` or several `serving.replicas` the learner's ranks get the first GPUs, and each server of the
-    policy one of those after them. With `gate.server=own` the gate's server has the next one.
+    """Assigns GPUs. With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks get the first GPUs, and each
+    server of the policy gets one of the next. With `gate.server=own`, the gate's server gets the next one.
 
     NCCL allows one member of a group per GPU, and servers on one GPU would only compete. Judges' servers use the remaining GPUs in turn, or
     share those of the policy's servers if none is left. In all other cases, and on a CPU, nothing is assigned. Without `training`, learner
@@ -83,7 +83,7 @@ def _on_gpus(recipe: Recipe) -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]

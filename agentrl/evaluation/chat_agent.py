@@ -32,7 +32,7 @@ BYTES_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedCall:
-    """One tool call of an answer: what the tool is given, or what is wrong with it, and how the server knows it."""
+    """One tool call of an answer: the parsed call or what is wrong with it, and its id."""
 
     id: str
     name: str
@@ -45,7 +45,7 @@ class ChatAnswer(Reply):
     """One turn of the model."""
 
     calls: tuple[RequestedCall, ...] = ()
-    cut: bool = False  # by its length
+    cut: bool = False  # whether the token limit ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class ChatEndpoint(Endpoint):
     structured: Any = "never"
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> ChatAnswer:
-        """Raises `JudgeError` for what is no chat completion: the server's fault."""
+        """Parses a chat completion. Raises `JudgeError` for anything else, because that is the server's fault."""
         if len(content) > self.max_bytes:
             raise JudgeError(f"{self._where()} returned more than {self.max_bytes:,} bytes")
         try:
@@ -66,7 +66,7 @@ class ChatEndpoint(Endpoint):
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise JudgeError(f"{self._where()} did not return a chat completion") from None
         if not isinstance(wanted, list) or not isinstance(words, str | None):
-            raise JudgeError(f"{self._where()} gave an answer that is no chat completion")
+            raise JudgeError(f"{self._where()} did not return a chat completion")
         cost = token_usage(body.get("usage"), len(json.dumps(list(messages))) // CHARS_PER_TOKEN, content.decode(errors="replace"))
         text = words if words is not None else refusal if isinstance(refusal, str) else ""
         return ChatAnswer(
@@ -144,12 +144,13 @@ class ChatAgent:
             raise ServingError(str(error)) from error
         except JudgeError as error:
             raise ServingError(str(error)) from error
-        assert isinstance(answer, ChatAnswer), "the endpoint reads its answers itself"
+        assert isinstance(answer, ChatAnswer), "ChatEndpoint parses its answers"
         self.tokens[episode.id] = self.tokens.get(episode.id, 0) + answer.completion_tokens
         return answer
 
     async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[RequestedCall], messages: list[dict[str, Any]]) -> str:
-        """Runs the calls of a turn in order, up to a submitted answer or a lost sandbox, and appends what they gave. The stop reason."""
+        """Runs the calls of a turn in order, until an answer is submitted or the sandbox is lost, and appends the results. Returns the
+        stop reason."""
         began, made = time.monotonic(), count_calls(episode)
         results: list[ToolResult] = []
         errors: list[ToolResult] = []  # recorded after the others, as in the turn loop
@@ -172,7 +173,7 @@ class ChatAgent:
 
 
 class NoPolicy:
-    """The `agentrl.protocols.Policy` beside a `ChatAgent`, which samples nothing through it."""
+    """The unused `agentrl.protocols.Policy` of a `ChatAgent`."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Raises `ServingError`."""
@@ -180,7 +181,7 @@ class NoPolicy:
 
 
 def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
-    """Whatever a server gives as tool calls. Ids that are none, or are given twice, get one of ours."""
+    """Parses tool calls. An invalid or repeated id is replaced."""
     made: list[RequestedCall] = []
     for number, one in enumerate(wanted):
         about = one.get("function") if isinstance(one, dict) else None
@@ -205,6 +206,6 @@ def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
 
 
 def _echo(answer: ChatAnswer) -> dict[str, Any]:
-    """A turn of the model as the server wants it back."""
+    """The message that repeats a turn of the model in later requests."""
     calls = [{"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}

@@ -23,12 +23,12 @@ from agentrl.session.transcript import transcript
 from agentrl.task import make_task
 
 SOLVED_SCORE = 1.0
-"""The score from which an attempt has solved its task, in pass@k and against compute."""
+"""The score from which an attempt counts as solved, in pass@k and compute curves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitEvaluation:
-    """Scores of one split, with a confidence interval; episodes without a finite score count in no figure but `left_out`."""
+    """Scores of one split, with a confidence interval. Episodes without a finite score only count as excluded."""
 
     rate: Rate | None  # mean over tasks of the mean score of each; None if no episode was scored
     by_kind: dict[str, Rate]
@@ -36,9 +36,9 @@ class SplitEvaluation:
     episodes: int
     excluded: int
     excluded_reasons: dict[str, int]
-    tokens_mean: float | None  # sampled in an attempt
+    tokens_mean: float | None  # sampled tokens per attempt
     pass_at: dict[int, float]  # k -> share of the tasks that k attempts solve
-    compute: tuple[ComputeCurve, ...]  # success against sampled tokens
+    compute: tuple[ComputeCurve, ...]  # success by sampled tokens
     transcripts: tuple[dict[str, Any], ...]
 
 
@@ -70,7 +70,7 @@ async def evaluate_split(
     notes: EvaluationNotes | None = None,
     thinking_tokens: int | None = None,
 ) -> SplitEvaluation:
-    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer).
+    """Evaluates tasks 0..count-1 of a split, or fewer if it is smaller.
 
     Raises `RecipeError` for an empty split, and for a thinking bound that a task has no room for.
 
@@ -118,7 +118,7 @@ async def evaluate_split(
 
 
 def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
-    """The task with this bound on thinking. Raises `RecipeError` where a turn of it has no room for an answer then."""
+    """Returns the task with this bound on thinking. Raises `RecipeError` if a turn would have no room for an answer."""
     try:
         return replace(task, limits=replace(task.limits, thinking_tokens=thinking_tokens))
     except ValueError as error:
@@ -126,7 +126,7 @@ def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
 
 
 def _measured(played: Sequence[_Played], *, phase: str, step: int) -> SplitEvaluation:
-    """The figures. Attempts at one task are alike, so a rate is taken over tasks: its interval does not shrink with their attempts."""
+    """Computes the rates over tasks, because attempts at one task are not independent: their number must not narrow the interval."""
     means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in played if one.counted]
     kinds = sorted({kind for kind, _ in means})
     tries = [[CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=tokens) for value, tokens in one.counted] for one in played]

@@ -26,9 +26,9 @@ from agentrl.session.transcript import append_transcripts
 
 
 async def evaluate_once(run: Run, phase: str, *, step: int) -> dict[str, float]:
-    """Evaluates as `evaluate_served`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
+    """Like `evaluate_served`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
     rated = measure.recorded_rates(run.folder, phase, of=_of(run), splits=(split for split, count in _counts(run) if count))
-    if not rated:  # or nothing is held out, which is recorded as well
+    if not rated:  # also if nothing is held out, so that this is recorded
         return await evaluate_served(run, phase, step=step)
     run.tracker.evaluated(phase, {str(split): rate for split, rate in rated.items()})
     rates = {str(split): rate.value for split, rate in rated.items()}
@@ -44,7 +44,7 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     sampler = replace(run.groups.runner, sampling=run.recipe.evaluation.sampling)
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, SplitEvaluation] = {}
-    bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # by the bound on thinking
+    bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # split -> thinking bound -> evaluation
     run.capture.reset_phase(phase)
     config = run.recipe.memory
 
@@ -107,8 +107,8 @@ def _of(run: Run) -> str:
 async def evaluate_held_out(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Serves the recipe's model and evaluates it on the held-out splits: split -> what `measure.read_evaluation` gives. For callers: see
-    `agentrl.run.loop.train`."""
+    """Serves the recipe's model and evaluates it on the held-out splits. Returns split -> `measure.read_evaluation`. The caller prepares as
+    for `agentrl.run.loop.train`."""
     async with open_run(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")
         base = run.registry.get(0)

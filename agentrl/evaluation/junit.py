@@ -17,7 +17,7 @@ _INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")  # so
 
 
 def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str = "") -> bytes:
-    """The document. Suites in the order of their first case; a case that could not be scored is an error, never a failure.
+    """Returns the document, with suites in the order of their first case. An unscored case is an error, not a failure.
 
     Args:
         folder: the run folder, for the commands that show more.
@@ -37,7 +37,7 @@ def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at:
 
 
 def xml_text(text: str) -> str:
-    """Text that an XML document can hold, and that shows as what it is."""
+    """Returns text with only characters that an XML document can contain and that are visible."""
     return _INVISIBLE.sub("\ufffd", _NO_XML.sub("\ufffd", text))
 
 

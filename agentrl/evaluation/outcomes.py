@@ -25,7 +25,7 @@ _WORDS = 2000  # of an answer, a reason or evidence
 
 
 class CaseStatus(StrEnum):
-    """What an evaluation says of a case."""
+    """The result of a case."""
 
     PASSED = "passed"  # the mean score of its attempts reaches its threshold
     FAILED = "failed"  # the mean of the scored attempts does not
@@ -34,7 +34,7 @@ class CaseStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleAttempt:
-    """The attempt that shows best why a case did not pass: the one with the lowest score, else one without. All of it is hostile text."""
+    """The attempt that best shows why a case did not pass: the lowest score, or else one without. All of its text is hostile."""
 
     episode: str
     score: float | None
@@ -54,7 +54,7 @@ class CaseOutcome:
     case: Case
     threshold: float
     attempts: tuple[CaseAttempt, ...]
-    example: ExampleAttempt | None = None  # None: it passed
+    example: ExampleAttempt | None = None  # None if it passed
 
     @property
     def scores(self) -> tuple[float | None, ...]:
@@ -68,6 +68,7 @@ class CaseOutcome:
 
     @property
     def status(self) -> CaseStatus:
+        """The status of the case."""
         return case_status(self.scores, self.threshold)
 
     @property
@@ -92,7 +93,7 @@ class CaseOutcome:
 
 
 def case_status(scores: Sequence[float | None], threshold: float) -> CaseStatus:
-    """What the scores of a case's attempts come to. No attempts: unscored."""
+    """Returns the status for the scores of a case's attempts; unscored without attempts."""
     mean = _mean(scores)
     if mean is not None and not attempt_passes(mean, threshold):
         return CaseStatus.FAILED
@@ -148,13 +149,13 @@ def _shown(
 
 
 def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
-    """Failed, then unscored, then passed; of each the lowest scores first."""
+    """Sorts outcomes: failed, unscored, passed; lowest scores first within each."""
     order = {CaseStatus.FAILED: 0, CaseStatus.UNSCORED: 1, CaseStatus.PASSED: 2}
     return sorted(outcomes, key=lambda one: (order[one.status], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
 
 
 def summary_line(one: CaseOutcome) -> str:
-    """A line: score, threshold, attempts, and what the pinned policy had."""
+    """One line: score, threshold, attempts, and the baseline's score."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
     words = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
@@ -166,7 +167,7 @@ def summary_line(one: CaseOutcome) -> str:
 
 
 def detail_lines(one: CaseOutcome) -> list[str]:
-    """Lines of a case that did not pass: question, answer, reason, and the first turn that went wrong. Safe for a terminal."""
+    """Lines about a case that did not pass: question, answer, reason, and the first failing turn. Safe for a terminal."""
     lines = [f"question  {one_line(one.question, 200)}"]
     if one.example is not None:
         at = "" if one.example.turn is None else f" at turn {one.example.turn}"
@@ -175,10 +176,10 @@ def detail_lines(one: CaseOutcome) -> list[str]:
         lines += [f"evidence  {one_line(one.example.evidence)}"] if one.example.evidence.strip() else []
         lines += [f"failure   {one_line(one.example.tag, 60)}{at}"] if one.example.tag else []
     if one.case.note.strip():
-        lines.append(f"kept for  {one_line(one.case.note)}{f' ({one_line(one.case.by, 60)})' if one.case.by else ''}")
+        lines.append(f"note      {one_line(one.case.note)}{f' ({one_line(one.case.by, 60)})' if one.case.by else ''}")
     return lines
 
 
 def show_command(one: CaseOutcome, folder: Path) -> str:
-    """The command that shows the whole episode. Empty: the case passed."""
+    """Returns the command that shows the whole episode; empty if the case passed."""
     return "" if one.example is None else shlex.join(["agentrl", "failures", "show", str(folder), one.example.episode])

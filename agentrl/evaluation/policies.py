@@ -27,18 +27,18 @@ from agentrl.version.model_folder import read_json
 _LONGEST_CONTEXT = 1 << 20
 _LARGEST = 1 << 20  # bytes of a record of sampling
 _SHOWN = 200  # characters of a text of a suite in an error
-_OF_HELD_OUT = ("attempts", "thinking_tokens", "every")  # of `evaluation`: what a suite of cases has no use for
+_OF_HELD_OUT = ("attempts", "thinking_tokens", "every")  # settings of `evaluation` that do not apply to suites of cases
 _PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
-_FIX = "give a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr that makes a policy"
+_FIX = "use a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
 
 
 class PolicySource(StrEnum):
-    """Where a policy's answers come from."""
+    """The kind of a policy."""
 
     FOLDER = "folder"  # a model folder, served here
     VERSION = "version"  # a version of a run, served here as that run did
-    ENDPOINT = "endpoint"  # somebody's server of chat completions
-    PLUGIN = "part"  # an object of the project
+    ENDPOINT = "endpoint"  # a third-party chat completions server
+    PLUGIN = "part"  # a user-supplied plug-in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +47,28 @@ class NamedPolicy:
 
     source: PolicySource
     name: str  # as typed
-    model: str  # the folder, absolute; the URL; or the reference
-    run: Path | None = None  # whose recipe says how it is served
-    model_name: str = ""  # of an endpoint's model
-    key_env: str = ""  # environment variable that holds an endpoint's key; empty: it wants none
-    requests: RequestOptions = field(default_factory=RequestOptions)  # to an endpoint
+    model: str  # absolute folder, URL or plug-in reference
+    run: Path | None = None  # run whose recipe configures its server
+    model_name: str = ""  # of the endpoint's model
+    key_env: str = ""  # environment variable with the endpoint's key; empty if it needs none
+    requests: RequestOptions = field(default_factory=RequestOptions)  # options of requests to the endpoint
 
     @property
     def served(self) -> bool:
-        """Whether a server of ours answers for it."""
+        """Whether it runs on a server that the evaluation starts."""
         return self.source in (PolicySource.FOLDER, PolicySource.VERSION)
 
     @property
     def version(self) -> int:
-        """The number of a run's version; 0 for a policy of its own."""
+        """The version number within a run; 0 for other policies."""
         return int(Path(self.model).name) if self.source is PolicySource.VERSION else 0
 
 
 def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests: RequestOptions | None = None) -> NamedPolicy:
-    """Raises `UserError` where a name stands for none, or where the model's name lacks, or is one too many."""
+    """Returns the policy of a name. Raises `UserError` for an unknown name, or if a model name is missing or superfluous."""
     if named.startswith(("http://", "https://")):
         if not model_name:
-            raise UserError("an endpoint serves models by name, and there is none", fix="name it with --model (--agentrl-model in pytest)")
+            raise UserError("an endpoint needs the name of its model", fix="set it with --model (--agentrl-model in pytest)")
         validate_url(named)
         asked = requests or RequestOptions()
         name = f"{model_name} at {named}{asked.summary and f' ({asked.summary})'}"
@@ -85,7 +85,7 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
         return NamedPolicy(source=PolicySource.FOLDER, name=named, model=str(Path(named).resolve()))
     if ":" in named:
         return NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)
-    raise UserError(f"--policy {named}: no such folder, nor a version of a run", fix=_FIX)
+    raise UserError(f"--policy {named}: no such folder or version of a run", fix=_FIX)
 
 
 def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
@@ -102,7 +102,7 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
             f"{first.folder} is a suite, and its suite.toml names no policy", fix=f"use {option} FOLDER or {option} RUN@VERSION"
         )
     if any(other.policy != named for other in others):
-        raise UserError("the suites name different policies", fix=f"give {option} FOLDER or {option} RUN@VERSION")
+        raise UserError("the suites name different policies", fix=f"use {option} FOLDER or {option} RUN@VERSION")
     root = project_of(suites).resolve()
     shown = f"{settings}: policy = {one_line(named, _SHOWN)!r}"
     typed = named if Path.cwd().resolve() == root else str(root / named)
@@ -138,7 +138,7 @@ def version_folder(named: str) -> tuple[Path, Path] | None:
 
 
 def project_of(suites: Sequence[Suite]) -> Path:
-    """The project that suites belong to: their images and verifiers are named relative to it. Raises `UserError` for two projects."""
+    """Returns the project of the suites, which their images and verifiers are relative to. Raises `UserError` for two projects."""
     roots = sorted({project_root(suite.folder) for suite in suites})
     if len(roots) > 1:
         raise UserError(f"suites of two projects: {roots[0]} and {roots[1]}", fix="evaluate them one after the other")
@@ -156,7 +156,7 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     data["policy"] |= {
         "model": policy.name if policy.source is PolicySource.ENDPOINT else policy.model,
         "chat_template": None,
-    }  # of a version, its run's template is its own
+    }  # the version's folder already has the run's template
     if policy.source is PolicySource.FOLDER:
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
     data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.suite_task_options(suites)}
@@ -168,17 +168,17 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     recipe = build(data).but(*overrides)
     evaluation = recipe.evaluation
     if policy.source is PolicySource.ENDPOINT and (evaluation.top_k or evaluation.min_p):
-        raise RecipeError("evaluation.top_k and evaluation.min_p are no settings of chat completions", fix="leave them out")
+        raise RecipeError("chat completions have no settings evaluation.top_k and evaluation.min_p", fix="remove them")
     return recipe
 
 
 def check_policy_plugin(policy: NamedPolicy) -> None:
-    """Raises `PluginError` for a reference that does not resolve, or to something that says to make no policy. Makes none."""
+    """Raises `PluginError` for a reference that does not resolve to a policy factory. Does not call it."""
     parts.load_part(_PART, policy.model, {})
 
 
 def load_policy_plugin(policy: NamedPolicy) -> Any:
-    """The policy that a reference makes: an `agentrl.protocols.Policy` with the `tokenizer` that its token ids are of.
+    """Calls a policy factory. Returns an `agentrl.protocols.Policy` with a `tokenizer` attribute for its token ids.
 
     Raises `PluginError` if it returns anything else.
     """
@@ -220,9 +220,8 @@ def _longest(model: Path) -> int:
 
 
 def recorded_sampling(model: Path) -> dict[str, Any]:
-    """The settings of `evaluation` with which a model folder was evaluated, from its own record or from the recipe of its run folder.
-    Empty for a model of another origin. Raises `UserError` if the record cannot be read.
-    """
+    """Returns the `evaluation` settings with which a model folder was evaluated, from its own record or the recipe of its run folder; empty
+    for another model. Raises `UserError` if the record cannot be read."""
     path = model / SAMPLING_FILE
     try:
         if path.is_file():

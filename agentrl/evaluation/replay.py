@@ -41,7 +41,7 @@ _SESSION = "python_session"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetup:
-    """What a run's episodes are played again on."""
+    """The parts that replay a run's episodes."""
 
     agent: Agent
     sandboxes: SandboxBackend
@@ -81,7 +81,8 @@ class _Player:
 
 
 def start_turn(trace: Trace, wanted: str) -> int:
-    """The turn, counted from 0, at which a case of a trace is to begin: a number counted from 1, or `failing` for what its tag names.
+    """Returns the turn, counted from 0, at which a trace's case will start. `wanted` is a number counted from 1, or `failing` for its tag's
+    turn.
 
     Raises `UserError` for a missing turn, and for a trace without exact tokens or with several trajectories.
     """
@@ -91,7 +92,7 @@ def start_turn(trace: Trace, wanted: str) -> int:
         raise UserError(f"trace {trace.id} has several trajectories, so there is no single turn to start at", fix=_FROM_START)
     turns = trace.episode.trajectories[0].turns
     if not all(turn.prompt_ids and turn.completion_ids for turn in turns):
-        raise UserError(f"trace {trace.id}: its exact tokens are not known; an endpoint does not tell them", fix=_FROM_START)
+        raise UserError(f"trace {trace.id}: its exact tokens are unknown; endpoints do not return them", fix=_FROM_START)
     tag = deciding_tag(trace.tags)
     number = tag.turn if wanted == "failing" and tag is not None else int(wanted) - 1 if wanted.isdecimal() and len(wanted) < 7 else None
     if number is None:
@@ -103,7 +104,7 @@ def start_turn(trace: Trace, wanted: str) -> int:
 
 
 async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeState | None:
-    """The state of a trace's episode before a turn, counted from 0; None before the first, where there is none yet.
+    """Returns the state of a trace's episode before a turn, counted from 0; None before the first turn.
 
     Raises `UserError` if the replay differs: other tool results, another tokenizer, or a sandbox that is too large to capture.
     """
@@ -159,7 +160,7 @@ def _refused(trace: Trace, turn: int, why: str) -> UserError:
 
 @asynccontextmanager
 async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplaySetup]:
-    """What the episodes of a run are played again on: its agent, its tokenizer, its tools, and sandboxes as its recipe says.
+    """Opens what replays the episodes of a run: its agent, tokenizer and tools, and sandboxes as its recipe configures them.
 
     Args:
         tasks: of the episodes. The tool servers that they use are started.
@@ -192,12 +193,12 @@ def _chat(run: Path, recipe: Recipe) -> ChatFormat:
 
 
 def starts_mid_episode(suites: Iterable[Suite]) -> bool:
-    """Whether any case begins in the middle."""
+    """Whether any case starts in the middle of an episode."""
     return any(case.start is not None for suite in suites for case in suite.cases)
 
 
 def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, rollout: RolloutConfig) -> None:
-    """Raises `UserError` for a case that begins with tokens which this tokenizer and template would not have made.
+    """Raises `UserError` for a case whose start tokens this tokenizer and template would not produce.
 
     Args:
         tools: of the recipe, with the tool lists of its servers: their schemas are part of a prompt.
@@ -241,17 +242,17 @@ def _foreign(
                 return f"the tool results of turn {number + 1} have other tokens"
     except UserError as error:
         return error.message
-    except Exception as error:  # tokenizers raise whatever ids that they do not have make them raise
+    except Exception as error:  # tokenizers raise arbitrary errors for unknown ids
         return one_line_error(error)
     return ""
 
 
 async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
-    """Trace -> the state that its case begins with; None where that is its task, at the first turn.
+    """Returns trace -> the state that its case starts with; None at the first turn, where it starts with its task.
 
     Args:
-        run: the run folder that holds the traces.
-        wanted: see `start_turn`.
+        run: the run folder that contains the traces.
+        wanted: see `turn_of`.
 
     Raises `UserError` before any case is written.
     """

@@ -27,7 +27,7 @@ _SAID_ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """User options for the requests to an endpoint, in addition to its model and key."""
+    """Options for the requests to an endpoint, in addition to its model and key."""
 
     tokens_name: str = "max_tokens"  # request key of the token limit of a turn
     keys: Mapping[str, Any] = field(default_factory=dict)  # additional keys of each request
@@ -48,13 +48,13 @@ class RequestOptions:
             raise UserError(f"--request {key} is not allowed: {_SAID_ELSEWHERE[key]}", fix=f"remove --request {key}")
         keys = {key: value for key, value in keys.items() if key != "temperature"}
         if problem := next(secrets.literal_secret_errors(keys, "--request"), ""):
-            raise UserError(problem, fix="give headers by reference: --header NAME=env:VARIABLE")
+            raise UserError(problem, fix="set headers by reference: --header NAME=env:VARIABLE")
         made = dict(_pair("--header", text, "api-key=env:THEIR_KEY") for text in headers)
         return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=made)
 
     @property
     def summary(self) -> str:
-        """The options that change the requests, for the policy's name; empty if there are none."""
+        """A summary of the options, for the policy's name; empty without options."""
         return ", ".join(
             [*(f"{key}={json.dumps(value)}" for key, value in self.keys.items()), *(["no temperature"] if self.without_temperature else [])]
         )

@@ -40,5 +40,5 @@ class SuiteTasks:
 
 
 def suite_task_options(suites: Sequence[Suite]) -> dict[str, str]:
-    """`tasks.options` of a recipe whose tasks these are."""
+    """Returns `tasks.options` for a recipe with these tasks."""
     return {"folders": _BETWEEN.join(str(suite.folder.resolve()) for suite in suites)}

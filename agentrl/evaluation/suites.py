@@ -34,7 +34,7 @@ from agentrl.session.preflight import PreflightResult, check_suite, open_chat
 from agentrl.session.transcript import transcript
 
 SUITE_FOLDER = "suite"
-"""Of a run folder: where `agentrl eval --suite` keeps the evaluation."""
+"""Folder within a run folder: the evaluation of one suite."""
 
 OnDone = Callable[[int, int], None]
 OnScored = Callable[[Task, ScoredEpisode], None]
@@ -42,18 +42,18 @@ OnScored = Callable[[Task, ScoredEpisode], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteAttempt:
-    """One attempt at a case, and the episode in words."""
+    """One attempt at a case, and its transcript."""
 
     attempt: CaseAttempt
     transcript: dict[str, Any]
 
 
 BrokenImages = Mapping[tuple[str, str], str]
-"""(image, runtime) -> why it cannot be made."""
+"""(image, runtime) -> why it cannot be built."""
 
 
 async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
-    """Makes the images of suites' cases, each once. Those that cannot be made take their own cases out, and no others.
+    """Builds the images of the suites' cases. Returns those that cannot be built; only their own cases are excluded.
 
     Raises:
         ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
@@ -76,7 +76,7 @@ async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> 
 
 
 def unrunnable_attempt(case: Case, name: str, broken: BrokenImages) -> ScoredEpisode | None:
-    """The attempt that a case cannot have, because its image is gone; None where it can."""
+    """Returns an excluded attempt if the case's image cannot be built; else None."""
     why = broken.get(_image(case))
     if why is None:
         return None
@@ -102,7 +102,7 @@ async def run_cases(
     on_done: OnDone = lambda done, total: None,
     on_scored: OnScored = lambda task, scored: None,
 ) -> tuple[SuiteAttempt, ...]:
-    """The attempts at each case that `numbers` names, in the order of the cases.
+    """Runs the attempts at each case that `numbers` returns, in the order of the cases.
 
     An attempt with tokens from any version other than `version` has no score.
 
@@ -128,7 +128,7 @@ async def run_cases(
 def evaluation_info(
     recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float
 ) -> EvaluationInfo:
-    """Where an evaluation comes from. `began`: monotonic seconds."""
+    """Returns the metadata of an evaluation. `began`: monotonic seconds."""
     return EvaluationInfo(
         suite=suite.name,
         suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
@@ -150,18 +150,18 @@ def evaluation_info(
 
 
 def version_number(model: str) -> int:
-    """The number of a run's version whose folder a model is (`--model RUN@VERSION`); 0 for any other model."""
+    """The version number of a model folder within a run (`--model RUN@VERSION`); 0 for any other model."""
     folder = Path(model)
     return int(folder.name) if folder.parent.name == "versions" and folder.name.isdecimal() else 0
 
 
 def case_repeats(case: Case, otherwise: int) -> int:
-    """Attempts at a case in an evaluation: its own number, else that of the evaluation."""
+    """Attempts at a case: its own number, or else that of the evaluation."""
     return otherwise if case.repeats is None else case.repeats
 
 
 def case_thresholds(suite: Suite) -> dict[str, float]:
-    """The thresholds of the cases that have one of their own."""
+    """The cases' own thresholds, if they have any."""
     return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
 
 
@@ -181,7 +181,7 @@ async def evaluate_suite(
     root: Path,
     console: bool = True,
 ) -> SuiteResults:
-    """Serves the recipe's model, evaluates it on a suite and keeps the result in `suite/` of the run folder. For callers: see
+    """Serves the recipe's model, evaluates it on a suite and stores the result in `suite/` of the run folder. The caller prepares as for
     `agentrl.run.loop.train`.
 
     Args:
@@ -228,17 +228,17 @@ async def evaluate_suite(
 
 
 def transcripts_of(tried: Iterable[SuiteAttempt]) -> list[dict[str, Any]]:
-    """The episodes in words."""
+    """The transcripts of the attempts."""
     return [one.transcript for one in tried]
 
 
 def utc_now() -> str:
-    """The time in UTC, to the second."""
+    """The current UTC time, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
-    """The record of an attempt. `version`: the one that may have sampled its tokens; None: any may."""
+    """Returns the record of an attempt. `version`: the only one that may have sampled its tokens; None allows any."""
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
     others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})

@@ -28,7 +28,7 @@ MAX_BYTES = 2 * MAX_SNAPSHOT_BYTES
 
 
 class FolderCheckpoints:
-    """An `EpisodeKeeper` in one folder: `000012/3.state` and `000012/3.scored` are of member 3 of group 12."""
+    """An `EpisodeCheckpoints` in one folder. `000012/3.state` and `000012/3.scored` belong to attempt 3 of group 12."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,17 +36,20 @@ class FolderCheckpoints:
         self._forgotten: set[int] = set()
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
+        """Stores the newest state of an attempt."""
         await asyncio.to_thread(self._write, group, self._path(group, member, "state"), state)
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        """Stores the scored episode of an attempt, which replaces its state."""
         await asyncio.to_thread(self._write, group, self._path(group, member, "scored"), scored)
         self._path(group, member, "state").unlink(missing_ok=True)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+        """Returns what is stored of an attempt; None if there is nothing usable."""
         return await asyncio.to_thread(self._find, group, member)
 
     def remove_group(self, group: int) -> None:
-        """Removes what there is of a group: it is stored, or will never be. A write of a cancelled attempt may still be under way."""
+        """Removes a group that is stored or abandoned. A cancelled attempt's write may still be in progress."""
         self._forgotten.add(group)
         shutil.rmtree(self._folder / f"{group:06d}", ignore_errors=True)
 
@@ -69,7 +72,7 @@ class FolderCheckpoints:
                 raise OSError(f"{len(data) >> 20} MiB exceed the limit of {MAX_BYTES >> 20} MiB")
             path.parent.mkdir(parents=True, exist_ok=True)
             body = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
-            files.write_atomically(path, body, tag=str(next(self._numbers)))  # of its own: a write may outlive the turn that began it
+            files.write_atomically(path, body, tag=str(next(self._numbers)))  # unique, because a write may outlive the turn that started it
             if group in self._forgotten:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:

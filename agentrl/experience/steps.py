@@ -18,7 +18,7 @@ _FAR = 1 << 30  # schedule position of the first extra group, beyond all other g
 
 
 def has_preference(group: Group, *, min_group_size: int) -> bool:
-    """Whether some of a group's attempts were scored higher than others, so that it can teach anything."""
+    """Whether some attempts of a group scored higher than others, so that it can teach anything."""
     return len(group.scored) >= min_group_size and not all_equal(scored.score.value or 0.0 for scored in group.scored)
 
 
@@ -33,11 +33,12 @@ class StepGroups:
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig) -> StepGroups:
+        """The groups that a recipe's `rollout` section configures."""
         return cls(rollout.groups_per_step, rollout.extra_groups, rollout.min_group_size)
 
     @classmethod
     def single_step(cls, rollout: RolloutConfig) -> StepGroups:
-        """One step that every group belongs to, as far as a run can go: for a policy that does not learn. Each is of the next task."""
+        """One step with all groups, for a policy that does not learn. Each group has the next task."""
         return cls(_FAR, 0, rollout.min_group_size)
 
     def step_of(self, index: int) -> int:
@@ -59,11 +60,11 @@ class StepGroups:
         return self._known.setdefault(group.index, has_preference(group, min_group_size=self.min_group_size))
 
     def set_preference(self, index: int, preference: bool) -> None:
-        """Saves reading a stored group of which this is known."""
+        """Records the preference of a stored group, so that the group need not be read."""
         self._known[index] = preference
 
     def consumed_indices(self, step: int, store: ExperienceStore) -> range | None:
-        """The groups that a step consumes: the fewest of its block, from the first on, of which `per_step` have a preference, or all of it.
+        """The groups that a step consumes: the shortest prefix of its block with `per_step` preferences, or the whole block.
 
         None if one of them is not stored yet.
         """

@@ -61,6 +61,7 @@ class SqliteStore:
             raise
 
     def put(self, group: Group) -> bool:
+        """Stores a group. Returns whether its index was new; an existing group is not replaced."""
         body = compress(codec.to_json(group))
         row = (group.index, group.task_id, time.time(), body)
         with self._transaction() as db:
@@ -161,7 +162,7 @@ class SqliteStore:
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)
         if read_pragma(db, "application_id") != _APPLICATION_ID:
-            raise StoreError(f"{self.path} is an SQLite file, but not an experience store")
+            raise StoreError(f"{self.path} is an SQLite file but not an experience store")
         if (found := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has store schema {found}; this agentrl reads {_SCHEMA_VERSION}\n"
@@ -175,7 +176,7 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
-    """The store that a recipe names, as driver and learner open it. Raises `PluginError` for one that is none, `StoreError`."""
+    """Opens the store that a recipe configures, for driver and learner. Raises `PluginError` for an invalid plug-in, or `StoreError`."""
     made: ExperienceStore = parts.make_part(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
     return made
 

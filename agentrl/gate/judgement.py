@@ -45,9 +45,9 @@ _SHOWN = 3  # cases shown if only the suite as a whole got worse
 
 
 async def gate_version(run: Run, version: PolicyVersion) -> None:
-    """Judges a version that is due, unless it has been, and does what follows; also what a driver that died has left undone."""
+    """Evaluates a due version, unless it has a verdict, and applies the consequences, also those that an earlier driver left undone."""
     gate, suite = run.recipe.gate, run.suite
-    assert gate is not None and suite is not None, "the checks before the start have opened it"
+    assert gate is not None and suite is not None, "the preflight checks opened the suite"
     verdict = verdict_for(run, version)
     if verdict is None:
         if is_refused(run, version):
@@ -58,7 +58,7 @@ async def gate_version(run: Run, version: PolicyVersion) -> None:
 
 
 def is_refused(run: Run, version: PolicyVersion) -> bool:
-    """Whether a version is undone already, or about to be, so that nothing is left to judge. The last one is judged all the same."""
+    """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
     last = version.number == run.recipe.steps
     return version.state is VersionState.ROLLED_BACK or (
         not last and rollback.pending_request(run.folder / "versions", run.registry) is not None
@@ -66,12 +66,12 @@ def is_refused(run: Run, version: PolicyVersion) -> bool:
 
 
 def due_serving_version(run: Run) -> PolicyVersion | None:
-    """The served version, where the recipe has it judged and it was not retracted."""
+    """The served version, if the gate must evaluate it and it was not retracted."""
     return _due_at(run, run.served.version)
 
 
 def due_versions(run: Run) -> list[PolicyVersion]:
-    """The versions up to the served one that the recipe has judged, the oldest first, from the newest on that has a verdict."""
+    """The versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict."""
     found: list[PolicyVersion] = []
     for number in reversed(range(run.served.version + 1)):
         if (version := _due_at(run, number)) is not None:
@@ -82,13 +82,13 @@ def due_versions(run: Run) -> list[PolicyVersion]:
 
 
 def is_concluded(run: Run) -> bool:
-    """Whether the last version of a run with a gate has been judged, so that nothing is left to be trained."""
+    """Whether the gate has decided about the last version of the run, so that training is finished."""
     last = None if run.recipe.gate is None else run.registry.get(run.recipe.steps)
     return last is not None and verdict_for(run, last) is not None
 
 
 def first_version_to_serve(run: Run) -> PolicyVersion:
-    """The version that a run goes on with: the serving one, else the newest that was not refused.
+    """The version that a run starts with: the serving one, or else the newest that was not rolled back.
 
     With a gate, promoted versions may be older: the newest was blocked and training continued from it, or it was rolled back and its
     successor has not served yet.
@@ -102,7 +102,7 @@ def first_version_to_serve(run: Run) -> PolicyVersion:
 
 
 def result_version(run: Run) -> PolicyVersion | None:
-    """The version that is the run's result: with a gate the last promoted one, unless it is version 0 again; else the serving one.
+    """The run's result: with a gate the last promoted version, None if its weights equal version 0; otherwise the serving version.
 
     A rollback to version 0 has its hash; with adapters it has its own hash and changes nothing.
     """
@@ -123,7 +123,7 @@ async def serve_result(run: Run) -> None:
 
 
 def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
-    """The rule that a recipe's section sets, with the thresholds of the suite's cases."""
+    """The rule that a recipe configures, with the thresholds of the suite's cases."""
     return GateRule(
         repeats=gate.repeats,
         confirm=gate.confirm,
@@ -143,13 +143,13 @@ def _due_at(run: Run, number: int) -> PolicyVersion | None:
 
 
 def verdict_for(run: Run, version: PolicyVersion) -> GateVerdict | None:
-    """What the gate said of exactly these weights."""
+    """Returns the gate's verdict on exactly these weights, if there is one."""
     found = read_verdict(run.folder, version.number)
     return found if found is not None and found.sha256 == version.sha256 else None
 
 
 async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersion) -> GateVerdict | None:
-    """The verdict, written down with its evaluation; None where the learner took the version back meanwhile."""
+    """Evaluates a version and stores the verdict. Returns None if the learner retracted the version meanwhile."""
     began, rule = time.monotonic(), gate_rule(gate, suite)
     total = sum(case_repeats(case, gate.repeats) for case in suite.cases)
     if run.gate_server is None:
@@ -165,7 +165,7 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
         phase=phase,
         version=version.number,
         broken=broken,
-        on_done=run.tracker.evaluating if run.gate_server is None else lambda done, total: None,  # beside others: its stage is theirs
+        on_done=run.tracker.evaluating if run.gate_server is None else lambda done, total: None,  # training shows its own progress
         on_scored=partial(run.capture.capture_episode, phase="gate", step=version.number, place=phase),
     )
     tried = await attempt(suite.cases, lambda case: range(case_repeats(case, gate.repeats)))
@@ -200,7 +200,7 @@ def _verdict(
     judgement: RuleResult | None,
     tried: Sequence[SuiteAttempt],
 ) -> GateVerdict:
-    outcome, reason = GateOutcome.REFERENCE, "there is no promoted version to compare it with"
+    outcome, reason = GateOutcome.REFERENCE, "there is no promoted version to compare with"
     shown: tuple[CaseRegression, ...] = ()
     if judgement is not None:
         assert reference is not None, "a judgement compares with it"
@@ -208,7 +208,7 @@ def _verdict(
         if judgement.blocked:
             shown = _regressions(run, reference, found, judgement, tried)
     elif found.figures().pass_at_1 is None:
-        outcome, reason = GateOutcome.UNJUDGED, "not one attempt was scored"
+        outcome, reason = GateOutcome.UNJUDGED, "no attempt was scored"
     return GateVerdict(
         version=version.number,
         sha256=version.sha256,
@@ -230,11 +230,11 @@ def _outcome(run: Run, gate: GateConfig, judgement: RuleResult) -> tuple[GateOut
             GateOutcome.PROMOTED,
             f"no worse: {100 * judgement.effect:+.1f} points on {judgement.cases} cases (p = {judgement.p_value:.2g})",
         )
-    if not gate.rolls_back or run.registry.get(run.recipe.steps) is not None:  # the learner has ended: nobody would go back
+    if not gate.rolls_back or run.registry.get(run.recipe.steps) is not None:  # the learner has ended and cannot roll back
         return GateOutcome.BLOCKED, judgement.reason
     made = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(run.folder))
     if made >= gate.max_rollbacks:
-        return GateOutcome.BLOCKED, f"{judgement.reason}; {made} rollbacks are made, gate.max_rollbacks allows no more"
+        return GateOutcome.BLOCKED, f"{judgement.reason}; after {made} rollbacks, gate.max_rollbacks allows no more"
     return GateOutcome.ROLLED_BACK, judgement.reason
 
 
@@ -246,7 +246,7 @@ def _follow(run: Run, version: PolicyVersion, verdict: GateVerdict) -> None:
         to = run.registry.get(verdict.reference)
         if to is None or to.state is not VersionState.PROMOTED:
             path = evaluation_folder(run.folder, version.number) / FILE
-            raise StoreError(f"{path} sends the run back to version {verdict.reference}, which was not promoted")
+            raise StoreError(f"{path} rolls the run back to version {verdict.reference}, which was not promoted")
         request = rollback.RollbackRequest(
             version=version.number, sha256=version.sha256, to=to.number, to_sha256=to.sha256, reason=verdict.reason
         )
@@ -280,7 +280,7 @@ def _runner(run: Run) -> GroupRunner:
 
 
 def _reference(run: Run, suite: Suite, candidate: PolicyVersion) -> SuiteResults | None:
-    """The evaluation of the last promoted version that has attempts at unchanged cases, reduced to these attempts."""
+    """The evaluation of the baseline version: the last promoted one with attempts at unchanged cases, reduced to these attempts."""
     keys = {case.id: case.key for case in suite.cases}
     for number in reversed(range(candidate.number)):
         version = run.registry.get(number)
@@ -308,7 +308,7 @@ def _regressions(
 
 
 def _fell(before: Scores, after: Scores) -> list[str]:
-    """The cases whose mean fell, as the rule compares them, in order of the largest drop."""
+    """The cases whose mean score fell, largest drop first."""
     fell = sorted((pair.difference, pair.case) for pair in pair_scores(before, after).pairs)
     return [case for difference, case in fell if difference < 0]
 
@@ -321,10 +321,8 @@ def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None
 
 
 def first_different_turn(before: dict[str, Any], after: dict[str, Any]) -> int | None:
-    """The first turn, counted from 1, in which two episodes in words call different tools or give them other arguments.
-
-    Where their calls are the same to the end, the first in which they say something else; None where they say the same.
-    """
+    """Returns the first turn, counted from 1, in which two transcripts make different tool calls, or else contain different text; None
+    if equal."""
     one, other = _turns(before), _turns(after)
     for part in ("tool_calls", "content"):
         for turn in range(max(len(one), len(other))):

@@ -18,7 +18,7 @@ _POLL_S = 0.05
 
 @asynccontextmanager
 async def schedule_gate(run: Run) -> AsyncIterator[GateSchedule]:
-    """The judgements of a run. One that fails ends the block.
+    """The gate's schedule of a run. A failing evaluation ends the block.
 
     Leaving the block waits for the running evaluation, or cancels it if the run is interrupted; the resumed run repeats it.
     """
@@ -32,7 +32,7 @@ async def schedule_gate(run: Run) -> AsyncIterator[GateSchedule]:
 
 
 class GateSchedule:
-    """One judgement at a time: `look` after every change of the served version.
+    """Runs one evaluation at a time. Call `look` after every change of the served version.
 
     On the policy's servers, `look` returns after the evaluation. On the gate's own server it returns at once, unless the previous version
     is still being evaluated.
@@ -44,7 +44,7 @@ class GateSchedule:
         self._seen: set[tuple[int, str]] = set()  # number and sha256 of versions that were judged, or are being judged
 
     async def evaluate_due(self) -> None:
-        """Judges what is due, or begins to."""
+        """Evaluates due versions, or starts to."""
         run = self._run
         if run.recipe.gate is None:
             return

@@ -28,7 +28,7 @@ from agentrl.task.leaks import find_leaks, hidden_truths
 
 NOTES_FILE = "notes.sqlite"
 ANSWERS_FILE = "memory_answers.jsonl"
-"""Of a run folder: the episodes that were shown a note with an answer to their own task."""
+"""File in a run folder: the episodes that were shown a note with the answer to their own task."""
 
 
 class RunMemory:
@@ -50,7 +50,7 @@ class RunMemory:
         return max(0, step - self._behind)
 
     async def prepare_step(self, step: int) -> None:
-        """Brings in the notes that the groups of a step read. Called once the step may begin, when they are in the experience store."""
+        """Commits the notes that the groups of a step read. Call it once the step may start, when they are in the experience store."""
         async with self._reaching:
             wanted = self.version_of(step)
             if self._store is None:
@@ -61,13 +61,13 @@ class RunMemory:
                 self._version += 1
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """What the attempts of a group read. Raises `TaskError` for a task without a scope; outside of groups none is needed: nothing is
-        found there, and nothing kept."""
+        """Returns the memory of a group's attempts; empty and read-only outside of groups. Raises `TaskError` for a task without a
+        scope."""
         if group is None:
             return StoreView(store=self._nothing, scope="none", version=0, task_key=task.key)
         version = self.version_of(self._steps.step_of(group))
         if self._store is None or version > self._version:
-            raise StoreError(f"group {group} would read version {version} of the memory, which is not there yet")
+            raise StoreError(f"group {group} would read version {version} of the memory, which does not exist yet")
         return StoreView.of(self._store, task, version)
 
     def close(self) -> None:
@@ -77,7 +77,8 @@ class RunMemory:
             self._store.close()
 
     def _written(self, step: int) -> list[WrittenNotes]:
-        """What the episodes of a step wrote that count. The experience store is asked on this thread, as ever: it may be anybody's."""
+        """The notes that a step's episodes wrote and that count. It runs on this thread, because a user-supplied store may not be
+        thread-safe."""
         indices = self._steps.consumed_indices(step, self._experience)
         if indices is None:
             raise StoreError(f"the notes of step {step} are missing: some of its groups are not in the experience store")
@@ -86,7 +87,7 @@ class RunMemory:
 
 
 class EvaluationNotes:
-    """The notes of one evaluation of one split: nothing at first, then what was written in the parts before. Gone when it ends."""
+    """The notes of one evaluation of one split: empty at first, then the notes of earlier rounds. Deleted at its end."""
 
     def __init__(self, config: MemoryConfig) -> None:
         self._config = config
@@ -94,15 +95,16 @@ class EvaluationNotes:
         self._part = 0
 
     def rounds(self, count: int) -> list[range]:
-        """So many tasks as parts that are played one after the other; there may be fewer than `heldout_rounds`, as there are tasks."""
+        """Splits `count` tasks into at most `heldout_rounds` consecutive rounds."""
         parts = min(self._config.heldout_rounds, count)
         return [range(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
     def view(self, task: Task, group: int | None) -> StoreView:
+        """Returns the memory of a task's attempts."""
         return StoreView.of(self._store, task, self._part)
 
     def end_round(self, scored: Sequence[ScoredEpisode]) -> None:
-        """Ends a part."""
+        """Ends a round and commits its notes."""
         self._store.commit(self._part, notes_to_commit(scored, min_score=self._config.min_score))
         self._part += 1
 
@@ -112,7 +114,7 @@ class EvaluationNotes:
 
 
 class ReplayedMemory:
-    """The memory of an episode that is played again: each call is answered as it was, and nothing is written. Its own `MemoryView`.
+    """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. It is its own `MemoryView`.
 
     Args:
         memo: of the recorded episode.
@@ -125,6 +127,7 @@ class ReplayedMemory:
         self._left = [(call, result) for call, result in made if call.name in (NOTE, RECALL)]
 
     def begin(self, memo: Memo | None = None) -> ReplayedMemory:
+        """Returns itself."""
         return self
 
     def note(self, text: str) -> tuple[bool, str]:
@@ -152,12 +155,12 @@ def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, steps
 
 
 def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:
-    """What tells an agent of the memory's tools before there is an episode; None where the recipe has none."""
+    """Returns a memory without notes, whose tools are the recipe's, for checks without an episode; None if the recipe has no memory."""
     return None if recipe.memory is None else EmptyMemory(Memo(scope="-"))
 
 
 def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's episodes that count did with the memory; nothing where there is none."""
+    """Returns the memory metrics of a step's counted episodes; empty without memory."""
     memos = [one.episode.memory for group in groups for one in group.scored if one.episode.memory is not None]
     if not memos:
         return {}
@@ -168,7 +171,7 @@ def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
-    """How an episode was shown an answer to its own task in other episodes' notes, as far as the words tell; empty where it was not."""
+    """Returns how other episodes' notes showed an episode the answer to its own task, as far as text matching finds it."""
     memo = scored.episode.memory
     if memo is None or not memo.read:
         return []
@@ -178,7 +181,7 @@ def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
 
 
 def record_answer_leaks(folder: Path, task: Task, scored: Sequence[ScoredEpisode], *, phase: str, step: int) -> str:
-    """Writes down which episodes were shown an answer to their task; what a person is told of it, empty where none was.
+    """Records which episodes were shown the answer to their task. Returns an alert, or "".
 
     An error in the search becomes an alert.
     """
@@ -190,9 +193,9 @@ def record_answer_leaks(folder: Path, task: Task, scored: Sequence[ScoredEpisode
         ]
         if lines:
             append_lines(folder / ANSWERS_FILE, map(json_line, lines))
-    except Exception as error:  # a task's truth is its family's, and the disk may be full
-        user_code.log_unexpected("looking for answers in notes", error)
-        return f"memory: whether attempts at {task.id} were shown its answer is not known: {one_line_error(error)}"
+    except Exception as error:  # the task's truth is user-supplied, and the disk may be full
+        user_code.log_unexpected("searching notes for answers", error)
+        return f"memory: could not check whether attempts at {task.id} were shown its answer: {one_line_error(error)}"
     if not lines:
         return ""
-    return f"memory: {len(lines)} of {len(scored)} attempts at {task.id} were shown words with its answer; {ANSWERS_FILE} has them"
+    return f"memory: {len(lines)} of {len(scored)} attempts at {task.id} were shown notes with its answer, see {ANSWERS_FILE}"

@@ -37,10 +37,10 @@ from agentrl.rollout.thinking import sample_turn, thinking_bound
 log = logging.getLogger(__name__)
 
 CaptureState = Callable[[], Awaitable[EpisodeState | None]]
-"""The state of an episode that stands between two turns; None when its working directory, or what its tools keep, is too large."""
+"""Returns the state of an episode between two turns; None if its working directory or its tools' state is too large."""
 
 TurnListener = Callable[[int, CaptureState], Awaitable[None]]
-"""Told, at each boundary of two turns, how many turns there are, and how to capture the state; the episode waits meanwhile."""
+"""Called between two turns with the number of turns and a function that captures the state. The episode waits for it."""
 
 MAX_TOOL_FAILURES = 16
 """Tool failures that an episode records; later ones are dropped."""
@@ -49,7 +49,7 @@ AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 class ActiveTrajectory:
-    """A `LiveTrajectory`: the turns so far, and the tokens that the next one begins with."""
+    """A `LiveTrajectory`: the turns so far, and the tokens that start the next one."""
 
     def __init__(self, life: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
         self.index = index
@@ -172,7 +172,7 @@ class ActiveTrajectory:
 
 
 class ActiveEpisode:
-    """A `LiveEpisode`: one attempt, from its first turn or from a state, until `close`."""
+    """A `LiveEpisode`: one attempt, from its first turn or a state, until `close`."""
 
     def __init__(
         self,
@@ -218,9 +218,9 @@ class ActiveEpisode:
         self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
         self._place = EpisodeSandbox(self, None if start is None else start.snapshot)
-        self._places: set[EpisodeSandbox] = set()  # of agents that work apart
-        self._running, self._since = 0, 0.0  # calls in progress, and since when there are any
-        self._output_chars = 0  # shown by tools
+        self._places: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
+        self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
+        self._output_chars = 0  # characters of tool output so far
         self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
             self._go_on_from(start)
@@ -239,6 +239,7 @@ class ActiveEpisode:
 
     @property
     def trajectories(self) -> Sequence[ActiveTrajectory]:
+        """All trajectories, the main one first."""
         return tuple(self._trajectories)
 
     @property
@@ -263,6 +264,7 @@ class ActiveEpisode:
 
     @property
     def wall_s(self) -> float:
+        """Seconds spent so far, including earlier processes."""
         return loop_time() - self._started
 
     @property
@@ -271,7 +273,7 @@ class ActiveEpisode:
         return self.requests.out_of_time
 
     def timeout_failure(self) -> Failure | None:
-        """The failure of this episode at the end of its time, with the blame of `agentrl.rollout.pace.blame_for_timeout`."""
+        """Returns the failure of an episode without time left; `agentrl.rollout.pace` decides the blame."""
         return self.requests.timeout_failure(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
@@ -280,6 +282,7 @@ class ActiveEpisode:
         return self._place.untouched
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
+        """Opens another trajectory."""
         begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
         check_tree((*self.record(), begun))
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
@@ -290,13 +293,13 @@ class ActiveEpisode:
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
     def cancellation_record(self, reason: str) -> Cancelled:
-        """What it had come to when its group went on without it."""
+        """Returns the record of an attempt that its group cancels."""
         own = [turn for line in self.record() for turn in line.own_turns]
         tokens = sum(turn.sampled for turn in own)
         return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
 
     def check_result(self, stop_reason: str) -> str:
-        """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""
+        """Checks what the agent returned. Raises `ValueError` if the stop reason or the answer cannot be recorded."""
         if not isinstance(self.answer, str | None):
             kind, self.answer = type(self.answer).__name__, None
             raise ValueError(f"the agent's answer must be text, got {kind}")
@@ -314,7 +317,8 @@ class ActiveEpisode:
         number: int,
         reads: int = 0,
     ) -> Completion:
-        """Raises as `EpisodeRequests.sample` does. `part`: of a turn whose thinking is bounded."""
+        """Samples a part of a turn. `part`: suffix of the request id of the part after a bound on thinking. Raises like
+        `EpisodeRequests.sample`."""
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
@@ -330,6 +334,7 @@ class ActiveEpisode:
         return made
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
+        """Times a request that the agent sends itself."""
         self.stage = "generate"
         return self.requests.external_request(at_most, within_s=within_s)
 
@@ -352,9 +357,11 @@ class ActiveEpisode:
         self._place.lost = lost
 
     async def working_copy(self) -> bytes | None:
+        """Returns a snapshot of the working directory."""
         return await self._place.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+        """Opens a sub-episode with its own sandbox."""
         return open_sub_episode(self, copy, self._places)
 
     @contextmanager
@@ -374,6 +381,7 @@ class ActiveEpisode:
                 self.program_s += ended - self._since
 
     def clip_output(self, output: str) -> str:
+        """Cuts tool output to the episode's remaining budget."""
         left = self.task.limits.all_output_chars - self._output_chars
         self._output_chars += min(len(output), left)
         if len(output) <= left:

@@ -20,7 +20,7 @@ CLOSE_S = 60.0
 
 
 class EpisodeSandbox:
-    """Where one or several agents of an episode work. Many episodes of a weak policy never open it.
+    """The sandbox that one or several agents of an episode share. Many episodes of a weak policy never open it.
 
     Args:
         life: the episode, which its time counts for.
@@ -28,7 +28,7 @@ class EpisodeSandbox:
     """
 
     def __init__(self, life: ActiveEpisode, snapshot: bytes | None = None) -> None:
-        self.lost = False  # a tool was cut short in it: its files mean nothing any more
+        self.lost = False  # a tool call was cut short in it, so its files are undefined
         self._life = life
         self._snapshot = snapshot
         self._sandbox: Sandbox | None = None
@@ -107,7 +107,7 @@ class EpisodeSandbox:
 
 
 def task_files(task: Task) -> dict[str, bytes]:
-    """The task's files. Raises `TaskError` for names and texts that cannot be written."""
+    """Returns the task's files. Raises `TaskError` for names and texts that cannot be written."""
     try:
         files = task.contents()
         for path in files:

@@ -13,7 +13,7 @@ def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
 
 
 def failure_from_error(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
-    """The failure for an exception that leaves an episode: a fault of the task or the policy if its type says so, else infrastructure.
+    """Returns the failure for an exception that left an episode. Its type decides the blame: task, policy, or else infrastructure.
 
     An unknown exception is a bug: its traceback is logged, and it costs only this episode.
 

@@ -1,10 +1,10 @@
 """Runs groups: several attempts at one task, each scored. Infrastructure faults are retried in fresh sandboxes and then excluded.
 
-A group may be a forest instead of a row of attempts (`BranchingConfig`): some attempts run to a given turn, and others go on from
-their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.scheduling`). And a
-group may go on where a process that died left it (`EpisodeCheckpoints`). A task that turns out to be wrong in itself takes its whole group
-out: what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
-one attempt."""
+A group may be a forest (`BranchingConfig`): some attempts run to a given turn, and others branch from their state there. More attempts may
+start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). A group may continue where a process
+that died left it (`EpisodeCheckpoints`). A broken task excludes its whole group, because other attempts at it say nothing about the policy.
+Any other fault, even an unforeseen one, belongs to one attempt.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ RETRY_S = 0.2
 """Seconds before the first retry. The pause doubles with each further retry."""
 
 EpisodeScorer = Callable[[Task, Episode], Awaitable[Score]]
-"""Judges a finished episode; gives a Score without a value when a verifier failed, and raises only for a task that is wrong."""
+"""Scores a finished episode. The score has no value if a verifier failed; only a broken task raises."""
 
 
 class GroupScoring(Protocol):
-    """Judges the attempts of a group together."""
+    """Scores the attempts of a group together."""
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """What an attempt gets when it has ended, as a `EpisodeScorer` gives it."""
+        """Returns the score of an attempt that has just ended, like a `Scorer`."""
         ...
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
-        """The scores of all attempts when all have ended, in their order."""
+        """Returns the scores of all attempts, in their order, after all have ended."""
         ...
 
 
 MemorySource = Callable[[Task, int | None], MemoryView]
-"""What attempts at a task read of earlier episodes' notes: those of the group of this index, or, with None, one outside of groups."""
+"""Returns the notes that attempts of a group may read, given its task and index; the index is None outside of groups."""
 
 AttemptListener = Callable[[Failure | None], None]
-"""Told of every attempt that has ended, retried or not: what was wrong with it, or None. Not of one at a task that is wrong."""
+"""Called with the failure, or None, of every attempt that ends, retried or not, except attempts at a broken task."""
 
 
 class _BrokenTask(Exception):
@@ -101,8 +101,8 @@ class GroupRunner:
 
     runner: EpisodeRunner
     scorer: EpisodeScorer
-    group_scoring: GroupScoring | None = None  # in place of `score` in groups
-    slots: AbstractAsyncContextManager[object]  # entered by each attempt when it may begin
+    group_scoring: GroupScoring | None = None  # replaces `scorer` in groups
+    slots: AbstractAsyncContextManager[object]  # each attempt enters it before it starts
     group_size: int
     max_retries: int
     spare_attempts: int = 0  # extra attempts, cancelled once `group_size` count; 0 with `branching`
@@ -113,7 +113,7 @@ class GroupRunner:
     on_attempt: AttemptListener = lambda failure: None
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """All attempts at one task, in order, those that are left out included; all are when the task is broken.
+        """Runs all attempts at one task and returns them in order, excluded ones included. All are excluded if the task is broken.
 
         Args:
             oldest_version: a stored attempt is continued only if no older version sampled any of its tokens.
@@ -159,7 +159,7 @@ class GroupRunner:
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
-        """The attempts with the scores that they are given together. A judge that fails leaves them unscored."""
+        """The attempts with their scores from the group's scorer. If it fails, they are unscored."""
         since = user_code.cancellation_count()
         try:
             scores = await judge.score_group(task, scored)
@@ -283,13 +283,13 @@ class GroupRunner:
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
     async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, place: GroupAttempt) -> ScoredEpisode:
-        """One attempt, begun or continued. A branch waits for its stem without taking a slot, so stems never wait for branches."""
+        """One attempt, started or continued. A branch waits for its stem outside of `slots`, so stems never wait for branches."""
         fork, since = member.stem_of, user_code.cancellation_count()
         try:
             if isinstance(found, ScoredEpisode):
                 waits = (
                     self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE
-                )  # and nobody will judge its group any more
+                )  # the recipe no longer has a group scorer
                 return replace(found, score=await self.scorer(task, found.episode)) if waits else found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
                 fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states
@@ -314,7 +314,7 @@ class GroupRunner:
         return scored
 
     def _watching(self, member: _Member, task: Task) -> TurnListener:
-        """Keeps the state of every turn durably, where there is a keeper, and hands the one to branch from to the branches."""
+        """Returns a listener that stores the state of every turn, if there is a keeper, and passes the fork's state to the branches."""
 
         async def on_turn(turns: int, capture: CaptureState) -> None:
             fork = member.stem_of
@@ -325,7 +325,7 @@ class GroupRunner:
             if state is None:
                 return
             if self.checkpoints is not None:
-                # The stem's comes first: a stem that is found at its turn can branch again, branches of a lost one could not be told.
+                # The stem's state is stored first: from it the branches can be recreated, but not the other way round.
                 for number in (member.number, *(fork.branches if fork is not None and forks else ())):
                     with _safety_net():
                         await self.checkpoints.save_state(member.group, number, state)
@@ -356,7 +356,7 @@ class GroupRunner:
 
 
 def _watched(place: GroupAttempt | None) -> Callable[[ActiveEpisode], None]:
-    """Leaves word of the running episode in its place."""
+    """Stores the running episode in its group attempt."""
 
     def on_begin(life: ActiveEpisode) -> None:
         if place is not None:
@@ -366,7 +366,7 @@ def _watched(place: GroupAttempt | None) -> Callable[[ActiveEpisode], None]:
 
 
 def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
-    """A group of which nothing is trained or counted, because of a broken task or a group that cannot be kept."""
+    """Returns a group of excluded attempts, because its task is broken or the group cannot be stored."""
     names = (f"g{index:06d}-{member}-a0" for member in range(size))
     episodes = tuple(replace(_nothing(name, task_id, task_key), failures=(failure,)) for name in names)
     return Group(index=index, task_id=task_id, task_key=task_key, episodes=tuple(_unscored(episode, failure) for episode in episodes))
@@ -384,13 +384,13 @@ def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:
 
 @contextlib.contextmanager
 def _safety_net() -> Iterator[None]:
-    """Around a keeper: what it cannot keep or find is said, and costs no episode."""
+    """Around checkpoints: an error is reported and costs no episode."""
     since = user_code.cancellation_count()
     try:
         yield
     except BaseException as error:
         user_code.reraise_if_fatal(error, since)
-        user_code.log_unexpected("keeping a running episode", error)
+        user_code.log_unexpected("storing a running episode", error)
 
 
 def _first(errors: ExceptionGroup[_BrokenTask]) -> _BrokenTask:

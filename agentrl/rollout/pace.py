@@ -13,7 +13,7 @@ from agentrl.errors import ServingError
 from agentrl.records import Blame
 
 SLOW_FACTOR = 2.0
-"""A request is slow if it takes longer than this multiple of the usual time of such requests. Its time beyond the usual is lost."""
+"""A request is slow if it takes longer than this multiple of its usual time. Its time beyond the usual is lost."""
 LOST_SHARE = 0.1
 """Share of `Limits.wall_s` that slow requests may cost an episode before the machine is to blame for its end."""
 POLICY_SHARE = 0.5
@@ -21,14 +21,14 @@ POLICY_SHARE = 0.5
 MIN_TOKENS_PER_S = 1.0
 """Tokens per second. A request that was cut off at a lower pace does not enter the history."""
 FIRST_S = 10.0
-"""Longest first part of a request while there is no history. It is cut off then, and its tokens are the first measurement."""
+"""Seconds after which the first request without history is cut off. Its tokens are the first measurement."""
 REQUESTS_PER_EPISODE = 8
-"""A request takes at most `Limits.wall_s` / PARTS and is then continued, so that a stall in the middle of a long one is detected."""
+"""A request is cut off after `Limits.wall_s` divided by this and then continued, so that a stall within a long one is detected."""
 CUT_S = 5.0
 """Time reserved at the end of an episode to fetch the tokens of a request that is cut off."""
 PROMPT_TOKEN_WORK = 0.125
-"""Work of computing one prompt token that the server has not computed yet, in sampled tokens."""
-_FRESH = 16  # the medians are computed again when a sixteenth of the history is new
+"""Work of computing one new prompt token, in sampled tokens."""
+_FRESH = 16  # the medians are recomputed when a sixteenth of the history is new
 _KEPT = 256  # requests of each size, spread over the run
 _MEASURED = 16  # tokens that count for the measurement at the start
 _FIRST = 16  # requests after which the run's pace is compared with that measurement
@@ -45,7 +45,7 @@ def fetch_reserve_s(limit_s: float) -> float:
 
 
 def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float, stalled_s: float = 0.0) -> Blame:
-    """Who is to blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
+    """Returns the blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
 
     1. Slow requests, or stalls of the driver's event loop, cost more than a tenth of the time: the infrastructure.
     2. Programs and sampling, at the server's usual pace, took at least half of the time: the policy. All sampled tokens are scored.
@@ -53,9 +53,9 @@ def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, los
 
     Args:
         program_s: seconds in programs that the agent called.
-        sampled_s: seconds in requests; for a slow one (`SLOW_FACTOR`), the usual time of such requests.
+        sampled_s: seconds in requests; for a slow one, the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
-        stalled_s: seconds for which the driver's event loop stood still (`agentrl.base.loop_lag.StallCount`).
+        stalled_s: seconds for which the driver's event loop stood still (`agentrl.lag.Stalls`).
     """
     if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
         return Blame.INFRASTRUCTURE
@@ -150,7 +150,7 @@ def _median(weighted: list[tuple[float, float]]) -> float:
 
 
 class RequestInProgress:
-    """One request in progress; see `Pace.begin`."""
+    """A request in progress, see `Pace.begin`."""
 
     def __init__(self, started: float, area: float, reads: int, read: int) -> None:
         self.started, self.area = started, area
@@ -162,11 +162,11 @@ class Pace:
     """The request times of this run, as the client of the policy's server measures them. Use it from one event loop.
 
     A request that ended normally is compared with those of about as many tokens (the same power of two). A request that was cut off is
-    compared by its tokens per second, because the server decided how many tokens it has. The history covers the run from its start, so that
-    a slow server does not soon become usual. A request is as fast as usual if its time is, or if the tokens per second of all requests in
-    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), also for requests
-    that began in the meantime. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as
-    slow by sampling or reading more.
+    compared by its tokens per second, because the server decided how many tokens it got. The history covers the whole run, so that a slow
+    server does not soon become usual. A request is as fast as usual if either its time is, or the tokens per second of all requests in
+    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), for this request
+    and for those that started in the meantime. So a server with more requests at once does not count as slower, and a policy cannot make it
+    count as slow by sampling or reading more.
 
     Args:
         slots: requests that the servers decode at once; None means unknown.
@@ -193,7 +193,7 @@ class Pace:
         return 0 if self.slots is None else max(0, self.in_flight - self.slots)
 
     def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
-        """`reads`: tokens of the prompt that the server has not computed yet."""
+        """Registers a request. `reads`: prompt tokens that the server has not computed yet."""
         self._advance(now)
         self.in_flight += 1
         self._read += reads
@@ -252,7 +252,7 @@ class Pace:
         )
 
     def set_idle_token_s(self, token_s: float) -> None:
-        """Sets the time per token of an idle server for a pace without history. The first requests are compared with it.
+        """Sets the time per token of an idle server, as the start of an empty history.
 
         Until there are other measurements, requests in flight share this throughput, a lower bound for any server.
         """
@@ -264,7 +264,7 @@ class Pace:
         self._measured_s = token_s
 
     def slow_start_alert(self) -> str:
-        """An alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
+        """Returns an alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
         if self._measured_s is None or len(self._all) < _FIRST:
             return ""
         usual_s, throughput = self._all.usual()

@@ -43,7 +43,7 @@ class SlowServer(ServingError):
 
 
 def loop_time() -> float:
-    """The time of the event loop, whose clock a test may replace; without a loop, the monotonic clock."""
+    """The time of the event loop, which tests can replace; without a loop, the monotonic clock."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -52,7 +52,7 @@ def loop_time() -> float:
 
 @dataclass(slots=True)
 class TimedExternalRequest:
-    """A request that the agent sends. It may request `most` tokens, and sets `tokens` to the number sampled."""
+    """A request that the agent sends itself. It may request `most` tokens, and sets `tokens` to the number sampled."""
 
     most: int
     tokens: int | None = None
@@ -68,13 +68,13 @@ class EpisodeRequests:
     timeout_s: float  # for one request
     spent_s: Callable[[], float]  # returns the seconds that the episode has taken
     sampling: SamplingTime
-    stalls: StallCount = field(default_factory=StallCount)  # of the driver's event loop, since the episode began here
+    stalls: StallCount = field(default_factory=StallCount)  # of the driver's event loop, since the episode started here
     _cut: bool = False
     _version: int | None = None  # weight version that sampled last; the server's cache belongs to it
 
     @property
     def left_s(self) -> float:
-        """Seconds in which the episode may still sample. The time after that is reserved to fetch the tokens of a cut-off request."""
+        """Seconds in which the episode may still sample. The time after them is reserved to fetch the tokens of a cut-off request."""
         return self.limit_s - fetch_reserve_s(self.limit_s) - self.spent_s()
 
     @property
@@ -121,7 +121,7 @@ class EpisodeRequests:
         left_s = self.left_s
         if left_s <= 0:
             return EMPTY_COMPLETION
-        whole = bool(params.constraint)  # a continuing request does not know the grammar state of the request that was cut
+        whole = bool(params.constraint)  # a continuation does not know the grammar state of the request that was cut off
         timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / REQUESTS_PER_EPISODE)
         if first and not whole and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
@@ -159,7 +159,7 @@ class EpisodeRequests:
             self.sampling.end(loop_time(), reading)
 
     def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
-        """The failure of an episode that ran out of time, with its blame; None if the policy's programs took most of the time."""
+        """Returns the failure of an episode without time left; None if the policy's programs took most of the time."""
         sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
         blame = blame_for_timeout(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"

@@ -17,24 +17,24 @@ SPARE, EQUAL = "spare", "equal"
 
 @dataclass(slots=True, eq=False)
 class GroupAttempt:
-    """One attempt of a group: waiting, playing, ended, or done without."""
+    """One attempt of a group: waiting, running, ended or abandoned."""
 
     race: AttemptScheduler
     number: int
     name: str
     group: int
-    job: asyncio.Task[None] | None = None  # None: it has not begun
-    life: ActiveEpisode | None = None  # the newest that it played
-    scored: ScoredEpisode | None = None  # None: it has not ended
+    job: asyncio.Task[None] | None = None  # None before it starts
+    life: ActiveEpisode | None = None  # its newest episode
+    scored: ScoredEpisode | None = None  # None until it ends
     abandoned: bool = False
 
     def abandon(self) -> bool:
-        """Whether another attempt takes this place after a fault, so that nothing has to be tried again; from then on it does."""
+        """After a fault: abandons this attempt if the group has enough others, so that it need not be retried. Returns whether it did."""
         return self.race.abandon(self)
 
 
 class AttemptScheduler:
-    """The attempts of one group: `size` of them are to count, and `size + spare` may begin.
+    """Schedules the attempts of one group: `size` must count, and `size + spare` may start.
 
     As many run as are still needed, plus `spare`. An attempt that ends excluded or without a score makes room for another. Once `size`
     count, the others are cancelled. If only `first` start at first, the others start when that many count and their scores differ; if the
@@ -54,19 +54,19 @@ class AttemptScheduler:
         self._size, self._spare, self._first = size, len(names) - size, first or size
         self._begin = begin
         self._waiting = list(self.attempts)
-        self._before: list[GroupAttempt] = []  # that had ended before; no other begins until they are in
+        self._before: list[GroupAttempt] = []  # finished by an earlier process; no other starts before they are recorded
         self._may_count = len(names)
         self._over, self._reason = False, SPARE
 
     def start(self, ended: Sequence[int] = ()) -> None:
-        """Begins. `ended`: numbers of attempts that a process that died had finished: they come before any other is thought of."""
+        """Starts the schedule. `ended`: numbers of attempts that an earlier process finished; they are recorded before any other starts."""
         self._before = [place for place in self.attempts if place.number in ended]
         for place in self._before:
             self._play(place)
         self._go_on()
 
     def record_end(self, place: GroupAttempt, scored: ScoredEpisode) -> None:
-        """Told of every attempt that has ended, when it has."""
+        """Records an attempt that has ended."""
         place.scored = scored
         if counts_for_group(scored):
             if not self._over:
@@ -76,7 +76,7 @@ class AttemptScheduler:
         self._go_on()
 
     def abandon(self, place: GroupAttempt) -> bool:
-        """Whether the group has enough attempts without this one."""
+        """Abandons an attempt if the group has enough without it. Returns whether it did."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
             place.abandoned = True
@@ -136,12 +136,12 @@ class AttemptScheduler:
 
 
 def counts_for_group(scored: ScoredEpisode) -> bool:
-    """Whether an attempt is one of those that its group needs: it has a score, or the judge of its group will give it one."""
+    """Whether an attempt counts for its group: it has a score, or the group's scorer will set one."""
     return not scored.episode.left_out and (scored.score.value is not None or scored.score.reason == AWAITING_GROUP_JUDGE)
 
 
 def _cancelled(place: GroupAttempt, reason: str) -> Cancelled:
-    if place.scored is not None:  # it ended in the very moment in which it was no longer needed
+    if place.scored is not None:  # it ended just when it was no longer needed
         episode = place.scored.episode
         turns = sum(len(line.own_turns) for line in episode.trajectories)
         return Cancelled(episode_id=episode.id, reason=reason, turns=turns, tokens=episode.completion_tokens, wall_s=episode.wall_s)

@@ -32,7 +32,7 @@ class _Fresh(ForwardingSandbox):
 
 
 class SubEpisode:
-    """A `LiveEpisode`. Trajectories, limits, budgets and failures are those of the whole episode."""
+    """A `LiveEpisode` with its own sandbox. Trajectories, limits, budgets and failures belong to the episode."""
 
     def __init__(self, life: ActiveEpisode, workplace: EpisodeSandbox) -> None:
         self.id: str = life.id
@@ -96,6 +96,7 @@ class SubEpisode:
         return self._life.open(agent, parent=parent, prompt=prompt)
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
+        """Times a request that the agent sends itself."""
         return self._life.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
@@ -105,9 +106,11 @@ class SubEpisode:
         return self._fresh
 
     async def working_copy(self) -> bytes | None:
+        """Returns a snapshot of this sub-agent's working directory."""
         return await self._workplace.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+        """Opens another sub-episode."""
         return self._life.sub_episode(copy)
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
@@ -115,6 +118,7 @@ class SubEpisode:
         return self._life.running(sandbox)
 
     def clip_output(self, output: str) -> str:
+        """Cuts tool output to the episode's remaining budget."""
         return self._life.clip_output(output)
 
     def add_failure(self, failure: Failure) -> None:
@@ -128,7 +132,8 @@ class SubEpisode:
 
 @asynccontextmanager
 async def open_sub_episode(life: ActiveEpisode, copy: bytes | None, places: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
-    """See `LiveEpisode.apart`. What is in `places` the episode closes when it ends, whatever became of the block."""
+    """See `LiveEpisode.sub_episode`. The episode closes the sandboxes left in `places` when it ends, even if closing was interrupted
+    here."""
     place = EpisodeSandbox(life, copy)
     places.add(place)
     try:

@@ -21,7 +21,7 @@ ANSWER = ".answer"
 
 
 def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
-    """The bound on thinking, and how it is ended; None: there is none. Raises `TaskError` where nothing can hold the policy to it."""
+    """Returns the task's bound on thinking and how to end it; None without a bound. Raises `TaskError` if the bound cannot be enforced."""
     most = task.limits.thinking_tokens
     if most is None:
         return None
@@ -35,13 +35,13 @@ def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking
 
 
 class SampleTokens(Protocol):
-    """Samples at most so many tokens after these."""
+    """Samples at most `max_tokens` tokens after `token_ids`."""
 
     async def __call__(self, token_ids: Sequence[int], max_tokens: int, part: str = "") -> Completion: ...
 
 
 async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, thought: tuple[int, Thinking] | None) -> Completion:
-    """A completion of at most `budget` tokens, forced ones included.
+    """Returns a completion of at most `budget` tokens, including forced ones.
 
     Args:
         thought: the bound on thinking and how to end it; None means no bound. A bound beyond the budget has no effect.
@@ -61,7 +61,7 @@ async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, th
 
 
 def join_completions(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) -> Completion:
-    """Both parts as one completion, with `forced` between them. These stand in the version span before them, with a logprob of 0."""
+    """Joins two parts with the forced tokens between them. These belong to the preceding version span and have a logprob of 0."""
     start = len(first.token_ids)
     end = start + len(forced)
     spans = list(first.versions)

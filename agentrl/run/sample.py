@@ -36,17 +36,17 @@ from agentrl.session.preflight import PreflightResult
 from agentrl.session.transcript import transcript
 
 SAMPLE_FILE = "sample.json"
-"""Of a run folder: how many groups were asked for, and what came of them."""
+"""File in a run folder: the requested number of groups, and the result."""
 DEFAULT_GROUPS = 32
-"""Groups, where nobody says how many."""
-_TOLD = 10  # how often progress is told
+"""Default number of groups."""
+_TOLD = 10  # progress reports
 
 
 @dataclass(slots=True)
 class AttemptTotals:
-    """What the attempts at some tasks came to. Attempts without a finite score count in `left_out` alone."""
+    """Totals of the attempts at some tasks. Attempts without a finite score only count as excluded."""
 
-    scores: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by the task's key
+    scores: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by task key
     tries: defaultdict[str, list[CountedAttempt]] = field(default_factory=lambda: defaultdict(list))
     left_out: int = 0
     left_out_reasons: dict[str, int] = field(default_factory=dict)
@@ -92,13 +92,13 @@ class AttemptTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """What a run folder holds after sampling."""
+    """The content of a run folder after sampling."""
 
     folder: Path
-    requested: int  # groups
+    requested: int  # requested groups
     totals: AttemptTotals
     by_kind: dict[str, AttemptTotals]
-    unfinished: bool  # interrupted before all groups were made
+    unfinished: bool  # interrupted before all groups were sampled
 
     def as_json(self) -> dict[str, Any]:
         """Returns the result as JSON data."""
@@ -107,7 +107,7 @@ class SampleResult:
         return {"folder": str(self.folder), **rest, "all": self.totals.as_json(), "by_kind": kinds}
 
     def evaluation(self) -> SplitEvaluation:
-        """The same as an evaluation of the training tasks."""
+        """Returns the result as an evaluation of the training tasks."""
         tries = list(self.totals.tries.values())
         tokens = [one.tokens for some in tries for one in some]
         kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
@@ -128,13 +128,13 @@ class SampleResult:
 async def sample(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, groups: int | None, root: Path, console: bool = True
 ) -> SampleResult:
-    """Serves the recipe's model and makes the first `groups` groups of its tasks that the run folder does not hold yet.
+    """Serves the recipe's model and samples the first `groups` groups of its tasks that the run folder does not contain yet.
 
     Each group has the next task; the recipe's steps, extra groups and task weights do not apply. The caller prepares as for
     `agentrl.run.loop.train`, and the same errors are raised; finished groups are kept.
 
     Args:
-        groups: None: as many as were asked for before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
+        groups: None means as many as before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
     asked = _asked(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single_step(recipe.rollout)) as run:
@@ -177,7 +177,7 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
 
 
 async def sample_groups(run: Run, indices: Sequence[int]) -> None:
-    """Makes these groups in their order, as many at once as keep all slots busy; no new ones once the run is interrupted."""
+    """Samples these groups in order, as many at once as keep all slots busy, and starts none after an interrupt."""
     if run.memory is not None:
         await run.memory.prepare_step(0)
     await run.group_tasks.prepare_step(0)
@@ -212,7 +212,7 @@ def _at_once(rollout: RolloutConfig) -> int:
 
 
 def sample_result(run: Run, asked: int) -> SampleResult:
-    """What the stored groups of the first `asked` came to. Writes their transcripts, as `episodes/train.jsonl`."""
+    """Returns the result of the first `asked` groups. Writes their transcripts to `episodes/train.jsonl`."""
     whole, kinds = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # from a killed process
@@ -232,6 +232,6 @@ def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
         if run.store.has(index):
             try:
                 task = run.group_tasks.task(index)
-            except Exception:  # a family may raise anything; make_group has told it, and the group says why
+            except Exception:  # user-supplied; the group contains the reason
                 task = None
             yield run.store.groups([index])[0], task

@@ -11,13 +11,13 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.version.deltas import read_safetensors_header
 
-_WORTH_SAYING = 2 << 30  # bytes above which a note is printed
+_WORTH_SAYING = 2 << 30  # bytes above which a note is printed above which a note is printed
 _MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master and two optimizer moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpace:
-    """Disk space that a run needs."""
+    """The disk space that a run needs."""
 
     base: int  # bytes of the copy of the initial model
     version: int  # bytes of one policy version

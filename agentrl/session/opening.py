@@ -88,9 +88,9 @@ class Run:
     stop_at: int  # learner step after which the run ends; the first ctrl-C lowers it
     learning: bool = False
     interrupted: bool = False
-    unfinished_groups: tuple[Group, ...] = ()  # at the end: the stored groups of steps that are not done
-    last_step_at: float | None = None  # None: no step was made by this driver
-    suite: Suite | None = None  # that versions are held to, where the recipe has a gate
+    unfinished_groups: tuple[Group, ...] = ()  # at the end: the stored groups of unfinished steps
+    last_step_at: float | None = None  # None until this driver has finished a step
+    suite: Suite | None = None  # of the gate
     memory: RunMemory | None = None
     gate_server: GateServer | None = None  # with gate.server=own
 
@@ -149,7 +149,7 @@ async def open_run(
         )
         if checked.suite is not None:
             check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-        if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
+        if recipe.rollout.agent in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
             check_prompt(chat, checked.family, tools, placeholder_memory(recipe), recipe.rollout.instructions)
         check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
@@ -167,7 +167,7 @@ async def open_run(
         stack.callback(store.close)
         running = FolderCheckpoints(run_dir / "running")
         for index in running.groups():
-            if store.has(index):  # stored, and then the driver died
+            if store.has(index):  # the driver died after storing it
                 running.remove_group(index)
         memory = open_memory(recipe, run_dir, store, steps)
         if memory is not None:
@@ -235,7 +235,7 @@ async def open_run(
 
 
 def fault_rate(recipe: Recipe) -> FaultRate:
-    """Of all attempts that a run has in flight: when a daemon dies, those of a gate with a server of its own fail with the rollouts."""
+    """The fault rate of all attempts in flight, including those of a gate with its own server, because a dead daemon fails both."""
     return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.max_concurrent_episodes)
 
 

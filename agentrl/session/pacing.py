@@ -19,7 +19,7 @@ PACE_FILE = "pace.json"
 
 
 def restore_pace(recipe: Recipe, folder: Path) -> Pace:
-    """The pace of a run, with the history of its earlier processes if settings and machine are the same, else without history."""
+    """Returns the pace of a run, with the history of its earlier processes if settings and machine are the same."""
     pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -55,23 +55,23 @@ _THERE = "correct it there"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """What the checks before a start have found and opened; nothing in it runs."""
+    """What the checks before a start have opened. Nothing in it is running."""
 
     model: Path  # folder of the initial policy
     template: str | None  # a chat template that replaces the model's own, in a new run
     family: TaskFamily
     scorer: TaskScorer  # has loaded the verifiers of the first task
     gpus: Placement
-    suite: Suite | None = None  # of the gate, where the recipe has one
-    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # what is never trained on
-    practice: PracticeSchedule | None = None  # tasks made from cases, where the recipe has some
-    group_judge: GroupJudge | None = None  # of all attempts of a group together, where the recipe names one
+    suite: Suite | None = None  # of the gate, if the recipe has one
+    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # tasks that are never trained on
+    practice: PracticeSchedule | None = None  # tasks generated from cases, if the recipe has any
+    group_judge: GroupJudge | None = None  # judges all attempts of a group together, if the recipe has one
     judges: Mapping[str, Path] = field(default_factory=dict)  # model folders of the judges' servers, by name
     notes: tuple[str, ...] = ()  # alerts that do not forbid the run
 
 
 def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> PreflightResult:
-    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first.
+    """Runs all checks that take a second or two, the cheapest first. Raises `UserError`.
 
     `training`: whether a learner and the recipe's gate will start and need GPUs.
     """
@@ -235,7 +235,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
 
     with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be made: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be created: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):
@@ -260,7 +260,7 @@ def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) 
 
 
 def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
-    """The suite of the recipe's gate; None without a gate. Raises `UserError` where it is none, or a verifier or tool is not there."""
+    """Returns the suite of the recipe's gate; None without a gate. Raises `UserError` if it is invalid or a verifier or tool is missing."""
     if recipe.gate is None:
         return None
     if recipe.serving.weight_transfer == "nccl":
@@ -333,7 +333,7 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
     except Exception as error:  # transformers and tokenizers raise arbitrary errors
         raise UserError(
             f"policy.model: the tokenizer in {model} cannot be used: {one_line_error(error)}",
-            fix="save the tokenizer again with save_pretrained, by the transformers that is installed here",
+            fix="save the tokenizer again with save_pretrained of the installed transformers",
         ) from error
 
 

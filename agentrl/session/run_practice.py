@@ -26,13 +26,13 @@ from agentrl.reward import TaskScorer
 from agentrl.task import make_task
 
 PRACTICE_FOLDER = "practice"
-"""Of a run folder: the files of practice that the run trains on."""
+"""Folder within a run folder: the practice files that the run trains on."""
 
 
 def open_run_practice(
     recipe: Recipe, family: TaskFamily, scorer: TaskScorer, kept_away: WithheldTasks, *, root: Path, folder: Path
 ) -> tuple[PracticeSchedule | None, tuple[str, ...]]:
-    """The recipe's practice, with the verifiers and tools of its tasks, and what a person should know of it; None without any.
+    """Opens the recipe's practice, with the verifiers and tools of its tasks. Returns it (None without practice) and notes for the user.
 
     A resumed run uses the files that it started with. Raises `UserError` if practice is missing, or if a task equals or nearly equals one
     that the run evaluates.
@@ -53,12 +53,12 @@ def open_run_practice(
 
 
 def held_out_cases(recipe: Recipe, family: TaskFamily) -> list[Case]:
-    """The held-out tasks that the recipe's evaluations ask, as cases of no suite. Raises `TaskError` where one cannot be made."""
+    """Returns the held-out tasks of the recipe's evaluations as cases. Raises `TaskError` if one cannot be created."""
     return [Case(id=f"heldout-{number}", task=task) for number, task in enumerate(_heldout(recipe, family))]
 
 
 def copy_practice_files(run_dir: Path, recipe: Recipe, *, root: Path) -> None:
-    """Copies the files that a run practises on into its folder, once."""
+    """Copies the practice files into the run folder, once."""
     for number, suite in enumerate(recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()):
         kept = _kept(run_dir, number, suite)
         if not kept.exists():
@@ -80,8 +80,8 @@ def _heldout(recipe: Recipe, family: TaskFamily) -> Iterator[Task]:
                 yield make_task(family, split, index)
         except AgentRLError:
             raise
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
-            raise TaskError(f"a task of split {split} cannot be made: {one_line_error(error)}", fix="correct it in its family") from error
+        except (Exception, SystemExit) as error:  # user-supplied code may raise anything
+            raise TaskError(f"a task of split {split} cannot be created: {one_line_error(error)}", fix="correct its family") from error
 
 
 def _notes(from_them: int, measured: int) -> tuple[str, ...]:

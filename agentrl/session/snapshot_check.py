@@ -13,7 +13,7 @@ _PATH, _DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 
 async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
-    """Opens a sandbox of the task's from the snapshot of another one, where the recipe asks for that. Backends that ship are not asked.
+    """Opens a sandbox from the snapshot of another one, if the recipe needs that. Built-in backends are not checked.
 
     Raises `UserError` if no snapshot can be taken or it does not restore the same files, and `InfrastructureError` if no sandbox opens.
     """
@@ -46,12 +46,12 @@ async def _tried(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: S
     try:
         archive = await first.snapshot()
         second = await sandboxes.open(task.sandbox, snapshot=archive, timeout_s=recipe.sandbox.open_timeout_s)
-    except Exception as error:  # a backend of somebody's may raise anything
+    except Exception as error:  # a user-supplied backend may raise anything
         return one_line_error(error)
     try:
         found = await second.read(_PATH, max_bytes=2 * len(_DATA))
         return "" if found == _DATA else "a file in it has other content"
     except (FileNotFoundError, ValueError) as error:
-        return f"a file of it is missing: {one_line_error(error)}"
+        return f"a file in it is missing: {one_line_error(error)}"
     finally:
         await second.close()

@@ -59,4 +59,5 @@ def _said(message: Message) -> dict[str, Any]:
 
 
 def append_transcripts(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Appends transcripts to a file."""
     append_lines(path, map(json_line, lines))

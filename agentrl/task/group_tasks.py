@@ -21,11 +21,11 @@ from agentrl.records import Group, Split, Task, codec
 from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory
 
 TASKS_FILE = "tasks.jsonl"
-_KEPT = 4  # steps whose weights are remembered after the learner has consumed them
+_KEPT = 4  # steps whose weights are kept after the learner has consumed them
 
 
 class GroupTasks:
-    """The tasks of a run's groups, chosen and written down."""
+    """Chooses the tasks of a run's groups and records their outcomes."""
 
     def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, steps: StepGroups) -> None:
         self._path = folder / TASKS_FILE
@@ -37,13 +37,13 @@ class GroupTasks:
         if recipe.tasks.weighting is not None:
             by_task = schedule.family.size(Split.TRAIN) is not None
             self._record = TaskHistory(recipe.tasks.weighting, min_group_size=self._steps.min_group_size, by_task=by_task)
-        self._lines: dict[int, GroupOutcome] | None = None  # of the file, until they are in the record
-        self._reached = 0  # steps that are in the record
+        self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
+        self._reached = 0  # steps that are in the history
         self._weights = {step: self._record.weights() for step in range(self._behind + 1)} if self._record is not None else {}
         self._reaching = asyncio.Lock()
 
     async def prepare_step(self, step: int) -> None:
-        """Makes the weights of a step. Called once the step may begin, when the groups that they follow from are in the store."""
+        """Computes the weights of a step. Call it once the step may start, when the groups that they depend on are stored."""
         if self._record is None:
             return
         async with self._reaching:
@@ -64,7 +64,7 @@ class GroupTasks:
         return self._schedule.task(self._steps.position(index), weights)
 
     def record(self, task: Task, group: Group) -> None:
-        """Writes down what a stored group taught; nothing of a task that practises a suite, which is none of the family's."""
+        """Records the outcome of a stored group, unless its task is practice."""
         if self._schedule.is_practice(self._steps.position(group.index)):
             return
         taught = GroupOutcome.from_group(task, group)
@@ -73,7 +73,7 @@ class GroupTasks:
             self._lines[group.index] = taught
 
     def _step(self, groups: Iterable[tuple[int, Group | None]]) -> Iterator[GroupOutcome]:
-        """What the groups taught that a step consumed."""
+        """The outcomes of the groups that a step consumed."""
         assert self._lines is not None, "the file is read first"
         for index, group in groups:
             if (line := self._lines.pop(index, None)) is not None:
@@ -86,7 +86,7 @@ class GroupTasks:
         assert self._lines is not None, "the file is read first"
         indices = self._steps.consumed_indices(step, self._store)
         if indices is None:
-            raise StoreError(f"what step {step} taught is not known: some of its groups are not in the experience store")
+            raise StoreError(f"the outcomes of step {step} are unknown: some of its groups are not in the experience store")
         told = [index in self._lines or self._schedule.is_practice(self._steps.position(index)) for index in indices]
         return [(index, None if known else self._store.groups([index])[0]) for index, known in zip(indices, told, strict=True)]
 
@@ -98,7 +98,7 @@ class GroupTasks:
             if not group.scored:
                 return None
             raise TaskError(
-                f"group {group.index} had a task that cannot be made again, to weigh the next ones by it: {describe_error(error)}",
+                f"the task of group {group.index}, which later weights depend on, cannot be created again: {describe_error(error)}",
                 fix="repair the family's task(), then continue with --resume",
             ) from error
 

@@ -203,7 +203,7 @@ class FolderRegistry:
             raise StoreError(f"{path} cannot be read: {error}") from error
 
     def _asked_back(self) -> set[int]:
-        """The version that a request to go back names (`agentrl.version.rollback`), answered or not."""
+        """The target of a rollback request (`agentrl.version.rollback`), answered or not."""
         request = rollback.read_request(self.folder)
         return set() if request is None else {request.to}
 

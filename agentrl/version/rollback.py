@@ -24,7 +24,7 @@ ROLLBACK_FILE = "rollback.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequest(Record):
-    """Go back from `version` to the weights of `to`."""
+    """Roll back from `version` to the weights of `to`."""
 
     version: int
     sha256: str
@@ -39,7 +39,7 @@ class RollbackRequest(Record):
 
 
 def request_rollback(versions: Path, request: RollbackRequest) -> None:
-    """Leaves the request in a registry's folder, durably, in place of an earlier one. Raises `StoreError`."""
+    """Writes the request durably and replaces an earlier one. Raises `StoreError`."""
     try:
         write_atomically(versions / ROLLBACK_FILE, codec.to_json(request) + b"\n", durable=True)
     except OSError as error:
@@ -47,7 +47,7 @@ def request_rollback(versions: Path, request: RollbackRequest) -> None:
 
 
 def read_request(versions: Path) -> RollbackRequest | None:
-    """The last request, answered or not; None where there was none. Raises `StoreError` where it cannot be read."""
+    """Returns the last request, answered or not; None if there was none. Raises `StoreError` if it cannot be read."""
     path = versions / ROLLBACK_FILE
     try:
         return codec.from_json(RollbackRequest, read_bytes(path, most=_LARGEST, inside=versions))
@@ -58,7 +58,7 @@ def read_request(versions: Path) -> RollbackRequest | None:
 
 
 def pending_request(versions: Path, registry: VersionRegistry) -> RollbackRequest | None:
-    """The request that has not been answered yet, if there is one. Raises `StoreError` where it cannot be read."""
+    """Returns the request that is not answered yet, if any. Raises `StoreError` if it cannot be read."""
     request = read_request(versions)
     if request is None:
         return None

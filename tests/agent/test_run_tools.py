@@ -105,7 +105,7 @@ async def test_without_tool_settings_no_server_is_started() -> None:
     assert (await begun(RECIPE, "submit")).servers == {}
     with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
         load_tools(("mcp:it",), None, declared_tools(RECIPE.tools, HOSTILE.parent))
-    assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts what its cases name"
+    assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts the servers that its cases use"
 
 
 def test_servers_in_a_recipe() -> None:
@@ -138,7 +138,7 @@ def test_a_missing_secret_is_reported_before_anything_starts(monkeypatch: pytest
         assert "export NOT_THERE" in error.value.fix
 
 
-async def test_a_server_outside_that_hangs_in_every_episode_is_overdue_and_one_that_answers_is_not() -> None:
+async def test_an_external_server_that_hangs_is_overdue() -> None:
     tools = declared_tools(recipe("hangs").tools, HOSTILE.parent)
     live = tools.servers["it"].live
     assert live is not None

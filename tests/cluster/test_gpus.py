@@ -26,7 +26,7 @@ def test_judges_servers_get_the_gpus_that_are_left_or_share_the_servers(monkeypa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_now)
         assert place_parts(judged).judges == wanted
     shared = made("file").but({"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.6}}, "device": "cuda"})
-    with pytest.raises(UserError, match=r"want 1\.1 of its memory"):
+    with pytest.raises(UserError, match=r"need 1\.1 of its memory"):
         place_parts(shared)
 
 

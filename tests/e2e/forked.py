@@ -42,7 +42,7 @@ def use(servers: Path, learners: Path) -> None:
 
 @contextlib.contextmanager
 def hosting(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The hosts of servers, with one thread each, and of learners."""
+    """The hosts of servers, with one thread each, and those of learners."""
     from agentrl.serving.process import server_environment
 
     with (

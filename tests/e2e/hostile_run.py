@@ -127,7 +127,7 @@ def script_of(episode: str) -> tuple[str, Sequence[str]]:
 
 
 class Scripted(SupervisedServer):
-    """Says its script where the real one would sample; logprobs are made up, versions are those that serve."""
+    """Returns its script instead of sampled tokens; logprobs are invented, versions are the serving ones."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         episode, _, turn = request_id.rpartition("-")

@@ -117,7 +117,7 @@ async def test_request_options_change_the_requests(suite: Suite, monkeypatch: py
 def test_invalid_request_options_raise(requested: list[str], headers: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         RequestOptions.parse(requested, headers, "")
-    with pytest.raises(UserError, match="are for an endpoint"):
+    with pytest.raises(UserError, match="need an endpoint"):
         find_policy("runs/x@1", requests=RequestOptions.parse(["a=1"], [], ""))
 
 
@@ -137,7 +137,7 @@ def test_headers_are_set_by_reference(headers: dict[str, str]) -> None:
         (says(None, ("nothing_of_that_name", "{}")), {"turns": 3}, "turn_limit"),
     ],
 )
-async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
+async def test_faults_of_the_model_are_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server, limits=limits)
     assert (done.outcomes[0].status, done.results.attempts[0].ended) == ("failed", ended)
@@ -156,7 +156,7 @@ async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: Scripte
         ScriptedAnswer(hangs=True),
     ],
 )
-async def test_what_the_server_does_wrong_is_never_a_score(suite: Suite, answer: ScriptedAnswer) -> None:
+async def test_faults_of_the_server_are_never_scored(suite: Suite, answer: ScriptedAnswer) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server)
     assert (done.outcomes[0].status, done.outcomes[0].scores) == ("unscored", (None,))
@@ -184,8 +184,8 @@ async def test_invalid_calls_are_answered_with_an_error(suite: Suite) -> None:
     assert [one["content"] == "97" for one in shown] == [False, True, False] and "needs a function" in shown[0]["content"]
 
 
-async def test_a_server_that_refuses_what_the_model_said_leaves_it_scored(suite: Suite) -> None:
-    """The first request is taken, and the one that holds the model's own words is not: the model's fault, and not of the machine."""
+async def test_a_server_that_rejects_the_models_text_leaves_it_scored(suite: Suite) -> None:
+    """The first request is accepted, the one with the model's own text is not: the policy's failure, not an infrastructure fault."""
     with ChatServer([says("x", ("python", '{"code": "print(97)"}')), ScriptedAnswer(text="", status=400)]) as server:
         done = await asked(suite, server)
     (outcome,) = done.outcomes

@@ -83,7 +83,7 @@ async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
     done = await evaluate_split(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
     assert done.rate is not None
     assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.excluded) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
-    assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 is of the tasks with four scores"
+    assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 covers the tasks with four scores"
     assert done.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in done.compute] == [1, 2, 4]
 
 

@@ -39,8 +39,8 @@ def test_the_exported_model_carries_its_sampling_wherever_it_is_moved(tmp_path: 
     export_model(base, tmp_path / "run" / "model", base=base, sampling=Sampling(temperature=0.0))
     moved = (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
     assert asked(moved, tmp_path) == Sampling(temperature=0.0)
-    assert asked(moved, tmp_path, "evaluation.temperature=0.5").temperature == 0.5, "what a person says counts"
-    assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is as it was"
+    assert asked(moved, tmp_path, "evaluation.temperature=0.5").temperature == 0.5, "the user's override wins"
+    assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is unchanged"
     (moved / "config.json").unlink()
 
 

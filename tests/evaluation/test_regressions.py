@@ -89,8 +89,8 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
     kept = results.load_results(project / "r" / "suites" / "one")
     assert len(kept.attempts) == 10 and kept.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
     assert results.load_results(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
-    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder says how it was made"
-    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases stay as they are"
+    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder records its command"
+    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases are unchanged"
 
     shown = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
     assert shown.exit_code == 0 and "What is case bad?" in shown.stdout
@@ -167,8 +167,8 @@ def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
     ("scores", "threshold", "verdict"),
     [
         ((1.0, 1.0), 1.0, CaseStatus.PASSED),
-        ((0.1,) * 10, 0.1, CaseStatus.PASSED),  # the mean of floats is no reason to fail
-        ((1.0, None), 1.0, CaseStatus.UNSCORED),  # what is missing may be a failure
+        ((0.1,) * 10, 0.1, CaseStatus.PASSED),  # rounding of the mean must not fail a case
+        ((1.0, None), 1.0, CaseStatus.UNSCORED),  # a missing score may be a failure
         ((0.0, None), 1.0, CaseStatus.FAILED),
         ((None,), 0.0, CaseStatus.UNSCORED),
         ((), 0.0, CaseStatus.UNSCORED),
@@ -188,8 +188,8 @@ def test_only_text_that_xml_cannot_contain_is_replaced() -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_model_folder_is_served_watched_and_held_to_its_version(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is scripted; what `agentrl eval` opens around it is the run's own."""
+async def test_a_model_folder_is_served_and_only_its_version_counts(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is scripted; `agentrl eval` opens the other parts of a run."""
     run = await test_judgement.opened(project / "r")
     run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
     script = load_policy_plugin(find_policy(POLICY)).script
@@ -227,8 +227,8 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
     assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
     assert regressions.pin_baselines(found[:1]) == 2
     pinned = load_suite(found[0].suite.folder).cases[0].baseline
-    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "no folder of this machine"
-    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
+    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "not a local folder"
+    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version do not count"
     await test_judgement.plain.close(run)
 
 

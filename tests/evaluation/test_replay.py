@@ -102,7 +102,7 @@ def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path
 
     refused, out = agentrl("eval", "late", "--policy", f"{HERE}:better", BACKEND, "--run-dir", "again")
     assert refused == "", out
-    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "nothing before it is sampled, also when the server failed"
+    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "earlier turns are not sampled, even after a server failure"
     (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert (attempt.score, attempt.turns, attempt.task_key) == (1.0, 1, case.key) and attempt.tokens < 100
 

@@ -104,7 +104,7 @@ def test_an_image_with_an_impossible_folder_name_raises(image: str, project: Pat
         check_suite_code(suite_of(project, naming(image=image)), project)
 
 
-def test_surrogates_are_no_path(project: Path) -> None:
+def test_surrogates_are_not_a_path(project: Path) -> None:
     assert untrusted_files.resolve_inside("a\ud800b", project) is None and untrusted_files.resolve_inside("\udcff", project) is None
     assert untrusted_files.resolve_inside("x" * 255, project) == project / ("x" * 255)
 

@@ -117,7 +117,7 @@ async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.M
     unbounded = replace(results.load_results(tmp_path / "a" / suites.SUITE_FOLDER).attempts[0], case="x", score=math.inf)
     found = results.load_results(tmp_path / "a" / suites.SUITE_FOLDER)
     results.save_results(tmp_path / "b", replace(found, attempts=(*found.attempts, unbounded)), [])
-    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "what is no number is in no comparison, and in no plan"
+    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "a score that is not a number is excluded from comparisons and plans"
     for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
         done = CliRunner().invoke(app, ["compare", *wrong])
         assert isinstance(done.exception, UserError) and "two evaluations are compared" in str(done.exception)
@@ -164,7 +164,7 @@ async def test_a_missing_verifier_is_reported_before_anything_starts(tmp_path: P
         await suites.evaluate_suite(test_judgement.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
 
 
-def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
+def test_suites_are_reported_over_versions_with_a_plot(tmp_path: Path) -> None:
     about = results.EvaluationInfo(
         suite="s", suite_sha256="a", cases=2, repeats=1, model="m", version=0, sha256="0123456789abcdef", recipe="r", recipe_sha256="",
         sampling={}, seed=0, threshold=1.0, agentrl="0", at="2026-11-23T00:00:00+00:00", wall_s=3.0,

@@ -86,13 +86,13 @@ def test_a_group_without_a_preference_gets_another_and_is_read_once(tmp_path: An
     store.put(group(0, 1.0, 0.0))
     store.put(excluded_group(1, "t", "k", broken, size=2))  # no attempt at all
     assert steps.consumed_indices(0, store) is None
-    store.put(group(2, 1.0))  # one attempt alone has no baseline
+    store.put(group(2, 1.0))  # a single attempt has no baseline
     store.put(group(3, 0.5, 0.5))
     assert steps.consumed_indices(0, store) is None
-    store.put(group(4, 0.0, 0.0))  # and here the block ends
+    store.put(group(4, 0.0, 0.0))  # the end of the block
     assert steps.consumed_indices(0, store) == range(5)
     store.close()
-    assert steps.consumed_indices(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "what was read is known"
+    assert steps.consumed_indices(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "a group that was read is cached"
 
 
 @given(per_step=st.integers(1, 6), extra=st.integers(0, 6))

@@ -129,7 +129,7 @@ def publish(run: Any, number: int, parent: int, weights: str) -> None:
 
 
 def learner_answers(run: Any, number: int) -> rollback.RollbackRequest:
-    """What the learner does at its step `number - 1`: see tests/learner/test_gate.py for the real one."""
+    """The learner's step `number - 1`; tests/learner/test_gate.py tests the real one."""
     request = rollback.pending_request(run.folder / "versions", run.registry)
     assert request is not None
     weights = (run.folder / f"versions/{request.to:06d}/model.safetensors").read_text()
@@ -238,7 +238,7 @@ async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_versio
 
     learner_answers(run, 3)
     assert rollback.pending_request(tmp_path / "versions", run.registry) is None
-    assert first_version_to_serve(run).number == 3, "version 0 is promoted, but its successor has taken over"
+    assert first_version_to_serve(run).number == 3, "version 0 is promoted, but its successor serves"
     await run.served.swap(run.registry.get(3))
     record_missing_steps(run)
     assert measure.recorded_steps(tmp_path) == {1, 2, 3}
@@ -309,9 +309,9 @@ async def test_the_result_is_the_last_promoted_version_if_the_newest_is_blocked(
     await serve_result(run)
     assert "version 4 is not promoted; the result of the run is version 2" in run.tracker.said
     assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
-    assert first_version_to_serve(run).number == 2, "a run that is over goes on with its result"
+    assert first_version_to_serve(run).number == 2, "a finished run resumes with its result"
     longer = SimpleNamespace(**{**vars(run), "recipe": RECIPE.but({"steps": 8})})
-    assert first_version_to_serve(longer).number == 4, "a run that is made longer goes on with its newest weights"  # type: ignore[arg-type]
+    assert first_version_to_serve(longer).number == 4, "a run with more steps resumes with its newest weights"  # type: ignore[arg-type]
     assert measure.gate_problems(tmp_path, finished=True) == ()
     await plain.close(run)
 
@@ -348,7 +348,7 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     assert result_version(run).number == 2
     adapter = {f"base_model.model.q.lora_{part}.weight": torch.full((2, 2), value) for part, value in (("A", 1.0), ("B", 0.0))}
     save_file(adapter, tmp_path / "versions/000002" / ADAPTER)
-    assert result_version(run) is None, "with adapters, version 0 again has a hash of its own"
+    assert result_version(run) is None, "with adapters, a rollback to version 0 has its own hash"
     await plain.close(run)
 
 
@@ -438,7 +438,7 @@ def test_the_first_different_turn_of_two_episodes() -> None:
 
     one = words(("a", "python"), ("b", "submit"))
     assert first_different_turn(one, one) is None
-    assert first_different_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other words"
+    assert first_different_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other text"
     assert first_different_turn(one, words(("other words", "python"), ("b", "submit"))) == 1
     assert (
         first_different_turn(one, words(("a", "python"))) == first_different_turn(words(("a", "python")), one) == 2
@@ -458,7 +458,7 @@ def test_a_rollback_request_is_void_once_its_version_has_other_weights(tmp_path:
     assert rollback.pending_request(tmp_path, registry) is None
     plain.publish(registry, 2, 1, b"other")
     assert rollback.pending_request(tmp_path, registry) is None
-    with pytest.raises(ValueError, match="is not back"):
+    with pytest.raises(ValueError, match="is not older"):
         rollback.RollbackRequest(version=2, sha256="", to=2, to_sha256="", reason="")
 
 

@@ -156,7 +156,7 @@ async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_pat
     assert supervisor.version_to_serve(run.registry).number == 3
     run.registry.set_state(3, VersionState.ROLLED_BACK)
     publish(run.registry, 4, 1, b"good")
-    assert supervisor.version_to_serve(run.registry).number == 4, "what a server that dies now would be started with"
+    assert supervisor.version_to_serve(run.registry).number == 4, "the version that a restarted server would load"
     await close(run)
 
 
@@ -226,11 +226,11 @@ async def test_a_learner_is_restarted_only_if_that_may_help(error: Exception, st
     run.tracker.close()
 
 
-def test_every_kind_of_setback_has_its_line(tmp_path: Path) -> None:
+def test_every_kind_of_update_failure_has_an_alert(tmp_path: Path) -> None:
     one = UpdateFailure(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
     UpdateFailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
     assert measure.step_alerts(tmp_path, 0) == [
-        "step 1: left out groups 3 (2 episodes): non_finite_score",
+        "step 1: excluded groups 3 (2 episodes): non_finite_score",
         "step 1: halted at groups 1, 2 (2 episodes): x; y",
     ]
     assert measure.step_alerts(tmp_path, 1) == []

@@ -39,13 +39,13 @@ class Shelf:
         self.kept: dict[tuple[int, int], bytes] = {}
         self.scored: dict[tuple[int, int], ScoredEpisode] = {}
 
-    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+    async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         self.kept[group, member] = codec.to_json(state)
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         self.scored[group, member] = scored
 
-    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+    async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         kept = self.kept.get((group, member))
         return self.scored.get((group, member)) or (None if kept is None else codec.from_json(EpisodeState, kept))
 
@@ -202,7 +202,7 @@ async def test_branches_survive_a_stem_that_fails_after_the_fork(tokenizer: Any,
 
 
 async def die_at(runner: GroupRunner, task: Task, ready: Any, *, index: int = 0) -> None:
-    """Runs a group until `ready()`, then cancels it as the death of the process would."""
+    """Runs a group until `ready()`, then cancels it, as if the process had died."""
     running = asyncio.create_task(runner.run_group(index, task))
     while not ready():
         await asyncio.sleep(0.001)
@@ -232,7 +232,7 @@ async def test_a_killed_group_continues_with_its_turns_and_branches(tokenizer: A
 
     policy = talkative(tokenizer)
     group = await group_runner(make_runner(policy), size=4, keeper=shelf, turn=1, branches=2).run_group(0, task)
-    assert len(policy.prompts) == 3, "only the last turn of the three that had not ended"
+    assert len(policy.prompts) == 3, "only the last turn of the three unfinished attempts"
     episodes = [scored.episode for scored in group.scored]
     assert [episode.trajectories[0].turns[:2] for episode in episodes[:3]] == [before[member] for member in (0, 1, 2)]
     assert [episode.trajectories[0].inherited for episode in episodes] == [(), ("g000000-0-a0",), (), ("g000000-2-a0",)]
@@ -251,7 +251,7 @@ async def test_a_stem_restored_before_or_at_its_fork_branches_again(tokenizer: A
     stem = ("g000000-0-a0",)
     for found, fork, inherited in ((first, 1, stem), (second, 1, ()), (first, 2, stem * 2), (second, 2, stem * 2)):
         shelf = Shelf()
-        await shelf.keep(0, 0, found)
+        await shelf.save_state(0, 0, found)
         group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=fork, branches=2).run_group(0, task)
         assert [e.episode.trajectories[0].inherited for e in group.scored] == [(), inherited]
 
@@ -264,7 +264,7 @@ async def test_states_that_are_too_old_or_of_another_task_are_not_used(tokenizer
     await make_runner(old).run(task, episode_id="g000000-0-a0", on_turn=states)
     for oldest, other, turns_sampled in ((3, task, 1), (4, task, 3), (3, replace(task, data={}), 3)):
         shelf = Shelf()
-        await shelf.keep(0, 0, states.seen[1])
+        await shelf.save_state(0, 0, states.seen[1])
         policy = talkative(tokenizer)
         policy.version = 4
         group = await group_runner(make_runner(policy), size=1, keeper=shelf).run_group(0, other, oldest_version=oldest)
@@ -282,6 +282,6 @@ async def test_a_continued_attempt_keeps_its_number_and_its_budget_of_retries(to
         raise SandboxError("gone")
 
     shelf = Shelf()
-    await shelf.keep(0, 0, states.seen[1])
+    await shelf.save_state(0, 0, states.seen[1])
     await group_runner(make_runner(ScriptedPolicy(tokenizer, failing)), size=1, retries=2, keeper=shelf).run_group(0, task)
     assert asked == ["g000000-0-a1/2", "g000000-0-a2/0"]

@@ -56,7 +56,7 @@ async def test_the_router_gets_the_task_and_encloses_all_requests_of_an_episode(
                 raise ServingError("it died")
             return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
-    runner = replace(make_runner(Heard(tokenizer, lambda *_: PYTHON)), hosted=hosted)
+    runner = replace(make_runner(Heard(tokenizer, lambda *_: PYTHON)), router=hosted)
     episode = await runner.run(task, episode_id="x-y")
     assert episode.left_out and heard == ["begin x-y True", "x-y-0", "x-y-1", "end x-y"]
 
@@ -284,7 +284,7 @@ async def test_collecting_takes_sandbox_time_and_its_failure_is_cut(
         await asyncio.sleep(0.1)
         return CollectedOutputs(files={}, refused={"a": "x" * 5000})
 
-    monkeypatch.setattr("agentrl.rollout.episode.collect", slowly)
+    monkeypatch.setattr("agentrl.rollout.episode.collect_outputs", slowly)
     runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT))
     episode = await runner.run(replace(task, outputs=("a",)), episode_id="e")
     assert 0.1 <= episode.sandbox_s <= episode.wall_s

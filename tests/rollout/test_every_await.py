@@ -108,7 +108,7 @@ def functions(coroutine: Any) -> list[str]:
             break
         found.append(name)
         frame = getattr(coroutine, "gi_frame", None)
-        if frame is not None and "running" in frame.f_locals:  # agentrl.base.user_code drives by hand, too
+        if frame is not None and "running" in frame.f_locals:  # agentrl.base.user_code also drives coroutines by hand
             coroutine = frame.f_locals["running"]
         else:
             coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
@@ -233,14 +233,14 @@ class Shelf:
     def __init__(self) -> None:
         self.kept: dict[tuple[int, int], EpisodeState] = {}
 
-    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+    async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         await pause()
         self.kept[group, member] = state
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         await pause()
 
-    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+    async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         await pause()
         return None
 
@@ -301,9 +301,9 @@ def expected(awaits: Awaits) -> str:
     if isinstance(error, ValueError) and "Box.read" in where and "_collect" in where:  # blamed on the policy
         return "tool"
     ours = isinstance(error, OURS_OR_GROUP)
-    if {"Kept.state", "Kept.close", "Notes.state", "Notes.close"} & set(where):  # not captured, or finished
+    if {"ToolInstance.state", "ToolInstance.close", "Notes.state", "Notes.close"} & set(where):  # not captured, or finished
         return "nothing"
-    if "Shelf.keep" in where or "Shelf.finish" in where or "Shelf.find" in where or "Box.close" in where:
+    if "Shelf.save_state" in where or "Shelf.save_scored" in where or "Shelf.load" in where or "Box.close" in where:
         return "nothing"
     if "_judge_once" in " ".join(where) or "judge" in where:  # only infrastructure faults are retried
         return "unscored" if isinstance(error, UNANSWERED) else "nothing"
@@ -348,7 +348,7 @@ each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(err
 
 
 @each_fault
-async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any, task: Task, error: BaseException) -> None:
+async def test_an_exception_at_any_await_of_an_episode_becomes_a_typed_failure(tokenizer: Any, task: Task, error: BaseException) -> None:
     count, sound = await waits(scene := Scene(tokenizer, task), scene.groups.run_group(0, scene.task))
     assert sound.scored[0].episode.outputs and count > 25
     seen = Counter[str]()
@@ -373,7 +373,7 @@ async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any
 @pytest.mark.slow
 @each_fault
 async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: Any, task: Task, error: BaseException) -> None:
-    """Two stems and two branches. A member that cannot go on from its stem's state begins afresh; only a broken task takes all out."""
+    """Two stems and two branches. A member without its stem's state starts from the task; only a broken task excludes all."""
     count, sound = await waits(scene := Scene(tokenizer, task, size=4, branches=2), scene.groups.run_group(0, scene.task))
     assert len(sound.scored) == 4 and count > 90
     for at in range(count):

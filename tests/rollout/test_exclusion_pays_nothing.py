@@ -88,7 +88,7 @@ class Scripted(Transport):
     def __init__(self, way: str) -> None:
         self.way = way
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         await asyncio.sleep(0.1)
         asked = json.loads(messages[-1])
         answers: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ OFFER = {"name": "look_up", "description": "Looks a key up.", "inputSchema": par
 
 
 class ScriptedServer(Server):
-    def place(self) -> Transport:
+    def transport(self) -> Transport:
         return Scripted(self.name)
 
 

@@ -232,13 +232,13 @@ class Shelf:
     def __init__(self, plant: Plant) -> None:
         self.plant = plant
 
-    async def keep(self, group: int, member: int, state: Any) -> None:
+    async def save_state(self, group: int, member: int, state: Any) -> None:
         await self.plant.at("keep")
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         await self.plant.at("keep")
 
-    async def find(self, group: int, member: int) -> None:
+    async def load(self, group: int, member: int) -> None:
         await self.plant.at("keep")
 
 
@@ -297,7 +297,7 @@ async def played(plant: Plant) -> ScoredEpisode:
         max_retries=0,
         checkpoints=Shelf(plant),
     )
-    async with asyncio.timeout(2000):  # whatever hangs
+    async with asyncio.timeout(2000):  # for parts that hang
         group = await groups.run_group(0, TASK)
     one, *_ = group.episodes
     return one
@@ -331,13 +331,13 @@ LOOK = {"name": "look", "description": "Looks.", "inputSchema": {"type": "object
 
 
 class MCPPlace(Transport):
-    """An MCP server outside that fails at its start, or from its first or second call on; one that lost its session does so once."""
+    """An external MCP server that fails at its start, or from its first or second call on; a lost session fails once."""
 
     def __init__(self, part: str, kind: str) -> None:
         self.part, self.kind = part, kind
         self.calls = 0
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         asked = json.loads(messages[-1])
         at = "start"
         if asked["method"] == "tools/call":
@@ -365,7 +365,7 @@ class MCPPlace(Transport):
 
 
 class MCPServer(Server):
-    def place(self) -> Transport:
+    def transport(self) -> Transport:
         return MCPPlace(*self.name.split("/"))
 
 

@@ -29,7 +29,7 @@ class Unreachable(InfrastructureError):
         (ExceptionGroup("g", [ServingError("x"), TaskError("y")]), "task", Blame.TASK, "TaskError"),
     ],
 )
-def test_who_is_to_blame(error: Exception, stage: str, blame: Blame, kind: str) -> None:
+def test_exception_types_decide_the_blame(error: Exception, stage: str, blame: Blame, kind: str) -> None:
     failure = failure_from_error(error, stage="tool", turn=3)
     assert (failure.stage, failure.blame, failure.kind, failure.turn) == (stage, blame, kind, 3)
     assert failure.retryable == (blame is Blame.INFRASTRUCTURE)

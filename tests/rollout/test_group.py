@@ -70,7 +70,7 @@ async def test_a_broken_task_excludes_its_whole_group_at_once(tokenizer: Any, ta
 
 
 async def test_a_verifier_that_does_not_exist_is_the_tasks_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    runner = replace(group_runner(make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)), retries=3), score=TaskScorer())
+    runner = replace(group_runner(make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)), retries=3), scorer=TaskScorer())
     group = await runner.run_group(0, replace(task, verifiers=("rewards.gone:score",)))
     assert group.fault is not None and "rewards.gone" in group.fault.message
     alone = await runner.run_episode(replace(task, verifiers=("rewards.gone:score",)), name="evaluation")
@@ -119,10 +119,10 @@ class Together:
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.asked = fails, 0
 
-    async def first(self, task: Task, episode: Episode) -> Score:
+    async def score_attempt(self, task: Task, episode: Episode) -> Score:
         return Score(value=None, reason=AWAITING_GROUP_JUDGE)
 
-    async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> list[Score]:
+    async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> list[Score]:
         self.asked += 1
         if self.fails:
             raise RuntimeError("a bug")
@@ -137,13 +137,13 @@ async def test_a_group_is_judged_after_all_attempts_have_ended(tokenizer: Any, t
 
     told: list[Failure | None] = []
     plain = group_runner(make_runner(ScriptedPolicy(tokenizer, one_member_is_cursed)), retries=0)
-    runner = replace(plain, together=Together(), on_attempt=told.append)
+    runner = replace(plain, group_scoring=Together(), on_attempt=told.append)
     group = await runner.run_group(7, task)
     assert [one.score.value for one in group.episodes] == [0.0, 1.0, None, 3.0] and "no route" in group.episodes[2].score.reason
-    assert [failure is None for failure in told] == [False, True, True, True], "each attempt is told of once, with its judge's score"
-    assert (await runner.run_episode(task, name="alone")).score.value == 1.0, "an evaluation is the verifiers' business"
+    assert [failure is None for failure in told] == [False, True, True, True], "the listener gets each attempt once, with its judge's score"
+    assert (await runner.run_episode(task, name="alone")).score.value == 1.0, "evaluations use the verifiers"
     told.clear()
-    failed = await replace(runner, together=Together(fails=True)).run_group(7, task)
+    failed = await replace(runner, group_scoring=Together(fails=True)).run_group(7, task)
     assert failed.scored == () and all("a bug" in one.score.reason for one in failed.episodes if not one.episode.left_out)
     assert len(told) == 4 and None not in told
 
@@ -154,12 +154,12 @@ async def test_a_group_whose_driver_died_before_judging_is_judged_on_resume(toke
     class Keeper:
         kept: ClassVar[dict[int, ScoredEpisode]] = {}
 
-        async def keep(self, group: int, member: int, state: Any) -> None: ...
+        async def save_state(self, group: int, member: int, state: Any) -> None: ...
 
-        async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
             self.kept[member] = scored
 
-        async def find(self, group: int, member: int) -> ScoredEpisode | None:
+        async def load(self, group: int, member: int) -> ScoredEpisode | None:
             return self.kept.get(member)
 
     turns: list[str] = []
@@ -169,9 +169,9 @@ async def test_a_group_whose_driver_died_before_judging_is_judged_on_resume(toke
         return SUBMIT
 
     judge, keeper = Together(), Keeper()
-    runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, counts)), retries=0), together=judge, keeper=keeper)
+    runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, counts)), retries=0), group_scoring=judge, checkpoints=keeper)
     group = await runner.run_group(7, task)
     assert all(one.score.reason == AWAITING_GROUP_JUDGE for one in keeper.kept.values()) and len(turns) == 4
     assert await runner.run_group(7, task) == group and len(turns) == 4 and judge.asked == 2
-    alone = await replace(runner, together=None).run_group(7, task)
-    assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was taken out of the recipe meanwhile"
+    alone = await replace(runner, group_scoring=None).run_group(7, task)
+    assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was removed from the recipe in the meantime"

@@ -194,13 +194,13 @@ def test_a_stalled_driver_never_costs_a_score(hold_s: float, monkeypatch: pytest
     lost=st.floats(0, 1),
     limit=st.floats(0.1, 10_000.0),
 )
-def test_the_rule(program: float, sampled: float, lost: float, limit: float) -> None:
+def test_the_blame_rule(program: float, sampled: float, lost: float, limit: float) -> None:
     blame = blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
     assert blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
     if lost > LOST_SHARE + 1e-6:
         assert blame is Blame.INFRASTRUCTURE, "a stalled server never costs a score"
     elif lost < LOST_SHARE - 1e-6 and program + sampled > 0.5 + 1e-6:
-        assert blame is Blame.POLICY, "sampling is not a way out"
+        assert blame is Blame.POLICY, "sampling does not avoid the blame"
     elif program + sampled < 0.5 - 1e-6:
         assert blame is Blame.INFRASTRUCTURE
 

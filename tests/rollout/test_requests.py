@@ -89,7 +89,7 @@ def requests_of(
 
 
 def sampled(requests: EpisodeRequests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
-    """Turns with the prompt `1, 2`, one after the other."""
+    """Sequential turns with the prompt `1, 2`."""
 
     async def sample() -> list[Completion]:
         return [

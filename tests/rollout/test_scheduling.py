@@ -29,7 +29,7 @@ def scored(number: int, value: float | None) -> ScoredEpisode:
 
 
 def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: Sequence[int] = ()) -> tuple[AttemptScheduler, list[int]]:
-    """A race in which attempts end in the order in which they begin, with these scores; and the numbers of those that began."""
+    """A schedule whose attempts end in the order in which they start, with these scores; and the numbers of those that started."""
     began: list[GroupAttempt] = []
 
     def begin(place: GroupAttempt) -> Any:

@@ -115,12 +115,12 @@ async def test_an_unscored_attempt_makes_room_for_another(tokenizer: Any, task: 
     group = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=2, spare=2, score=unscored).run_group(0, task)
     assert [one.score.value for one in group.episodes] == [None, None, 2.0, 3.0] and len(group.scored) == 2
     lost = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=3, spare=1, score=unscored).run_group(0, task)
-    assert len(lost.episodes) == 4 and len(lost.scored) == 2, "a group that cannot be filled ends with what there is"
+    assert len(lost.episodes) == 4 and len(lost.scored) == 2, "a group that cannot be filled ends incomplete"
 
 
 async def test_a_group_judge_sees_the_attempts_that_count(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: member == 0)
-    group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, together=Together()).run_group(0, task), PATIENCE_S)
+    group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, group_scoring=Together()).run_group(0, task), PATIENCE_S)
     assert numbers(group) == [1, 2, 3] and [one.score.value for one in group.episodes] == [0.0, 1.0, 2.0] and len(group.cancelled) == 1
 
 
@@ -160,11 +160,11 @@ async def test_cancelling_a_run_cancels_all_attempts(tokenizer: Any, task: Task,
 
 
 @pytest.mark.parametrize("ended", [1, 2, 3])
-async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
-    """Killed when `ended` of 5 attempts had ended, of which 3 are to count: these count, and no turn is sampled twice."""
+async def test_a_killed_group_is_completed(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
+    """Killed after `ended` of 5 attempts, of which 3 must count: finished ones count, and no turn is sampled twice."""
     keeper = FolderCheckpoints(tmp_path)
     first = Slow(tokenizer, lambda member, turn: member >= ended and turn == 1)
-    dying = asyncio.create_task(racing(make_runner(first), size=4, spare=1, keeper=keeper).run_group(7, task))
+    dying = asyncio.create_task(racing(make_runner(first), size=4, spare=1, checkpoints=keeper).run_group(7, task))
     while len(list(tmp_path.glob("000007/*.scored"))) < ended or len(first.waiting) < 5 - ended:
         await asyncio.sleep(0.001)
     dying.cancel()
@@ -172,7 +172,7 @@ async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Ta
         await dying
 
     policy = Slow(tokenizer, lambda member, turn: False)
-    group = await racing(make_runner(policy), size=3, spare=2, keeper=FolderCheckpoints(tmp_path)).run_group(7, task)
+    group = await racing(make_runner(policy), size=3, spare=2, checkpoints=FolderCheckpoints(tmp_path)).run_group(7, task)
     assert set(range(ended)) <= set(numbers(group)) and len(group.scored) == 3 and len(group.cancelled) == 2
     again = Counter(policy.asked)
     assert not any(name.endswith("-0") for name in again), "stored turns are not sampled again"

@@ -50,12 +50,12 @@ async def judge(task: Task, episode: Episode) -> Score:
 async def played(
     folder: Path, groups: int, *, stop_after: int | None = None, family: Any = asked, **rollout: Any
 ) -> tuple[sample.SampleResult, list[int]]:
-    """What there is after sampling, and which groups this call has made."""
+    """The result of sampling, and the groups that this call sampled."""
     policy = Journaled(folder / "journal", script=submits)
     recipe = make_recipe(max_retries=0, **rollout)
     steps = StepGroups.single_step(recipe.rollout)
     async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family(family), steps=steps) as run:
-        run.groups = replace(run.groups, score=judge)
+        run.groups = replace(run.groups, scorer=judge)
         made: list[int] = []
         told_of = run.tracker.progress
 
@@ -69,7 +69,7 @@ async def played(
         await sample.sample_groups(run, [index for index in range(groups) if not run.store.has(index)])
         found = sample.sample_result(run, groups)
         groups_kept = [run.store.groups([index])[0] for index in run.store.indices()]
-        assert len(select_demonstrations(groups_kept)) == found.totals.solved, "what can be imitated is what was told"
+        assert len(select_demonstrations(groups_kept)) == found.totals.solved, "the demonstrations match the report"
         return found, made
 
 
@@ -89,7 +89,7 @@ async def test_each_task_is_attempted_and_reported_by_kind(tmp_path: Path) -> No
     lines = read_json_lines(tmp_path / "episodes" / "train.jsonl")
     assert len(lines) == 15 and {line["split"] for line in lines} == {"train"}
     assert {line["kind"]: 1 for line in read_json_lines(tmp_path / "tasks.jsonl")}.keys() == {"easy", "hard", "hope\x1bless"}
-    assert learning_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
+    assert learning_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows the spread of each kind"
 
 
 async def test_resuming_samples_only_missing_groups_and_reports_all(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -
         assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
 
 
-def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
+def test_more_groups_may_be_requested_but_not_fewer(tmp_path: Path) -> None:
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT_GROUPS, 5)
     (tmp_path / sample.SAMPLE_FILE).write_text('{"groups": 8}')
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
@@ -160,9 +160,9 @@ def test_neither_command_continues_a_folder_of_the_other(tmp_path: Path) -> None
         go_on = json.loads((folder / "run.json").read_text())["resume"]
         assert go_on is None if verb == "eval" else f"agentrl {verb} r.py" in go_on and go_on.endswith("--resume")
         for other in {"sample", "train"} - {verb}:
-            with pytest.raises(UserError, match=rf"holds what `agentrl {verb}` made") as error:
+            with pytest.raises(UserError, match=rf"was created by `agentrl {verb}`") as error:
                 check_same_command(folder, other)
             assert f"agentrl {verb}" in error.value.fix
     (tmp_path / "t" / "run.json").write_text('{"overrides": []}')
-    with pytest.raises(UserError, match="holds what `agentrl train` made"):
+    with pytest.raises(UserError, match="was created by `agentrl train`"):
         check_same_command(tmp_path / "t", "sample")

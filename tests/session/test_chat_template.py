@@ -49,7 +49,7 @@ def test_an_unknown_tool_format_fails_first(tmp_path: Path) -> None:
 def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no chat template.*\n  fix: set policy\.chat_template"):
         find_model("bare", tmp_path)
-    with pytest.raises(UserError, match="'f'"):  # the template was no hindrance; the family is
+    with pytest.raises(UserError, match="'f'"):  # the template passed; the family fails
         run_preflight(RECIPE.but({"policy.model": "bare", "policy.chat_template": "hermes"}), tmp_path, root=tmp_path)
 
 

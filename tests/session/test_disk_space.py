@@ -42,7 +42,7 @@ def test_a_large_disk_need_is_reported_and_a_small_one_is_not(tmp_path: Path, mo
     assert found.total == 2 * 540_000_000 + 5 * 540_000_000 + 3 * 2_160_000_000
     free(monkeypatch, 100 * GIB)
     (note,) = check_disk_space(RECIPE, model, run)
-    assert note.startswith("the run keeps up to 9.6 GiB") and "3 checkpoints of 2.0 GiB" in note and "fix" not in note
+    assert note.startswith("the run stores up to 9.6 GiB") and "3 checkpoints of 2.0 GiB" in note and "fix" not in note
     free(monkeypatch, 5 * GIB)
     (note,) = check_disk_space(RECIPE, model, run)
     assert "needs up to 9.6 GiB" in note and "5.0 GiB are free" in note and "lower learner.keep_checkpoints" in note

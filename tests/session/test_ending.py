@@ -46,14 +46,14 @@ def test_a_bug_in_a_run_is_one_line_with_its_location_and_the_log_has_the_traceb
 def test_without_a_run_folder_a_bug_shows_its_traceback_and_ours_never_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(raised(KeyError("lost"))) == 1
     assert "Traceback" in capsys.readouterr().err
-    assert report_error(raised(KeyError("lost")), folder=tmp_path) == 1, "no logs/ in it: the run has not begun"
+    assert report_error(raised(KeyError("lost")), folder=tmp_path) == 1, "without logs/ the run has not started"
     assert "Traceback" in capsys.readouterr().err
     for error, code in ((UserError("wrong", fix="right"), 2), (StoreError("damaged"), 1), (FULL, 1)):
         assert report_error(raised(error)) == code
         assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_the_system_refuses_is_one_line_and_no_name_reaches_the_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_os_error_is_one_line_and_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(raised(OSError(errno.ENAMETOOLONG, "File name too long", "runs/a"))) == 1
     assert report_error(raised(UserError("no run folder a\x1b[31m\tb\u202e", fix="give\r one"))) == 2
     told = capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_a_step_that_no_result_depends_on_is_a_warning(run: Path, caplog: pytest
     assert "the report: KeyError: 'a template'" in caplog.text and "Traceback" in (run / "logs" / "driver.log").read_text()
 
 
-def test_a_person_who_stopped_it_is_no_error() -> None:
+def test_a_user_interrupt_is_not_an_error() -> None:
     assert ended_by_user(KeyboardInterrupt()) and ended_by_user(BaseExceptionGroup("g", [asyncio.CancelledError(), KeyboardInterrupt()]))
     assert not ended_by_user(BaseExceptionGroup("g", [asyncio.CancelledError(), KeyError()]))
 

@@ -101,7 +101,7 @@ def test_a_resumed_run_repeats_its_overrides_and_reports_changes(tmp_path: Path)
     assert "steps" in error.value.fix and "docs/" not in str(error.value)
 
 
-def test_a_damaged_record_of_the_start_is_told(tmp_path: Path) -> None:
+def test_a_damaged_start_record_is_reported(tmp_path: Path) -> None:
     assert recorded_overrides(tmp_path) == ()
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"run\.json is damaged"):

@@ -77,7 +77,7 @@ async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) ->
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
     known = servers.registered_servers()["small"]
     async with running_judge_servers(recipe(max_restarts=1), {"small": Path("m")}, folder=tmp_path) as running:
-        assert (await judge(TASK, episode())).value == 1.0, "asked before the server was up"
+        assert (await judge(TASK, episode())).value == 1.0, "requested before the server was up"
         await running.ready()
         first = running.pid("small")
         assert first is not None

@@ -54,13 +54,13 @@ def test_another_machine_starts_a_new_history(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"of": 3}', '{"of": "x", "history": {}}', "[" * 100_000, "\x00"])
-def test_a_file_that_cannot_be_read_begins_a_new_history(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_file_starts_a_new_history(tmp_path: Path, text: str) -> None:
     (tmp_path / PACE_FILE).write_text(text)
     assert not restore_pace(RECIPE, tmp_path).known
     begun(tmp_path)
     assert restore_pace(RECIPE, tmp_path).known
 
 
-def test_what_is_not_known_is_not_written(tmp_path: Path) -> None:
+def test_an_empty_history_is_not_written(tmp_path: Path) -> None:
     save_pace(Pace(), RECIPE, tmp_path)
     assert list(tmp_path.iterdir()) == []

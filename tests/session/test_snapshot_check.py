@@ -55,13 +55,13 @@ async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(way: st
         if said is None:
             await check_snapshots(recipe, task, backend)
         else:
-            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend makes none: .*{said}"):
+            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend does not create them: .*{said}"):
                 await check_snapshots(recipe, task, backend)
         assert backend.opened and all(one.closed for one in backend.opened)
     backend = Backend(way)
     await check_snapshots(BASE, task, backend)
     await check_snapshots(BASE.but({**OWN, "sandbox.backend": "docker"}), task, backend)
-    assert not backend.opened, "nobody needs them, or they are proven elsewhere"
+    assert not backend.opened, "not needed, or built-in"
 
 
 def test_sub_agents_without_sandbox_tools_need_no_sandbox() -> None:

@@ -128,8 +128,8 @@ def test_kinds_with_spread_come_more_often_and_practice_is_not_counted(tmp_path:
     assert not [line for line in lines if line["task"] == "practice"]
 
 
-def test_groups_that_should_be_there_and_are_not_end_the_run(tmp_path: Path) -> None:
-    with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="step 0 taught"):
+def test_missing_groups_end_the_run(tmp_path: Path) -> None:
+    with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="the outcomes of step 0"):
         asyncio.run(run.taught.prepare_step(2))
 
 

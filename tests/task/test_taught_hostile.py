@@ -38,7 +38,7 @@ def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -
 
 
 def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
-    """Makes and stores the four groups of a step, as a run does; one whose task cannot be made is left out."""
+    """Runs and stores the four groups of a step; a group whose task cannot be created is excluded."""
     asyncio.run(taught.prepare_step(number))
     for index in range(4 * number, 4 * number + 4):
         try:
@@ -66,8 +66,8 @@ def test_a_run_without_its_outcomes_continues_past_tasks_that_failed(tmp_path: P
         again = taught_of(tmp_path, store, family)
         asyncio.run(again.prepare_step(6))
         assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
-        family.broken = frozenset(range(12))  # of a project that was changed meanwhile
-        with pytest.raises(TaskError, match=r"cannot be made again.*no task \d+ today"):
+        family.broken = frozenset(range(12))  # the project changed in the meantime
+        with pytest.raises(TaskError, match=r"cannot be created again.*no task \d+ today"):
             asyncio.run(taught_of(tmp_path, store, family).prepare_step(6))
     finally:
         store.close()

@@ -206,7 +206,7 @@ def test_prune_deletes_old_promoted_versions(registry: FolderRegistry) -> None:
     rollback.request_rollback(
         registry.folder, rollback.RollbackRequest(version=7, sha256=one.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse")
     )
-    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the one that a request goes back to"
+    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the target of a rollback request"
     registry.verify(registry.get(3))
 
 
