@@ -269,7 +269,7 @@ save_case(Path("evals/first"), Case(id="one", task=Tables(seed=5).task(Split.HEL
     keep = ("--into", "evals/reading", "--repeats", "2", "--threshold", "0.75", "--note", "ticket 812")
     assert "1 new cases in evals/reading" in run(project, "-m", "agentrl", "failures", "promote", "runs/r", "--most", "1", *keep)
     again = held("evals/reading", "runs/again")
-    assert again.returncode == 1 and "0.00 of 0.75 in 2 attempts" in again.stdout and "kept for  ticket 812" in again.stdout, again
+    assert again.returncode == 1 and "0.00 of 0.75 in 2 attempts" in again.stdout and "note      ticket 812" in again.stdout, again
     asked = ["--agentrl-suite", "evals/reading", "--agentrl-policy", "policies.sure:policy", "--agentrl-set", "sandbox.backend=bubblewrap"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *asked]
     done = subprocess.run(command, cwd=project, text=True, capture_output=True, timeout=600, check=False)

@@ -1,4 +1,4 @@
-"""The recipe's `tools` in a run: MCP servers are started once, asked what they offer, and pinned for as long as the run lasts."""
+"""The tools of a recipe in a run. MCP servers are started once, asked for their tools, and pinned to these for the run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 MCP_FILE = "mcp.json"
 MAX_TASKS = 32
-"""Tasks of the training split among which one must name each server."""
+"""Training tasks that are searched for one that uses each server."""
 _CLOSE_S = 5.0
 _MOST_REASONS = 8  # in one warning
 
 
 def declared_tools(tools: ToolsConfig, root: Path) -> RunTools:
-    """The tools of the recipe, before any server is started. Raises `UserError` for a secret reference that does not resolve."""
+    """Returns the recipe's tools before any server is started. Raises `UserError` for a secret reference that does not resolve."""
     servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in tools.mcp.items()}
     for server in servers.values():
         server.check_secrets()
@@ -53,7 +53,7 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
 
 
 def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
-    """The tasks that a run starts its MCP servers from: the first ones of its family, then others."""
+    """Yields tasks of a run from which its servers are started: the first of its family, then its gate's cases, then others."""
     for split, most in {Split.TRAIN: MAX_TASKS, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
         size = family.size(split)
         for index in range(most if size is None else min(size, most)):
@@ -62,7 +62,7 @@ def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator
 
 
 def with_sub_agent_tools(tasks: Iterable[Task], delegation: DelegationConfig | None) -> Iterator[Task]:
-    """The tasks, and after the first of them the same with the tools of its sub-agents, where these have their own."""
+    """Yields the tasks, and after the first of them a copy with the tools of its sub-agents, if these have their own."""
     for number, task in enumerate(tasks):
         yield task
         if not number and delegation is not None and delegation.tools is not None:
@@ -80,26 +80,27 @@ async def pin_tools(
     chat: ChatFormat | None = None,
     memory: EpisodeMemory | None = None,
 ) -> RunTools:
-    """The same with the tools of each server. A server is started in the sandbox of the first task that uses it, or outside, to list them.
+    """Returns the tools with the list of each server. A server is started in the sandbox of the first task that uses it, or outside.
 
     Args:
         tasks: read until each server is used by one.
-        folder: of the run. When it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
+        folder: of the run. If it is resumed, the servers must list the tools that it started with (`save_tool_offers`).
         every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
         idle_words: whether `tools.words` may contain tools that none of these tasks has, because other tasks of the run have them.
-        chat: of the policy. It breaks up control tokens in every text of a server, and excludes tools that the policy cannot call.
-        memory: of the recipe. `tools.bounds` applies to its tools, too.
+        chat: of the policy. It escapes control tokens in every text of a server, and excludes tools that the policy cannot call.
+        memory: of the recipe. `tools.bounds` applies to its tools as well.
 
     Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's
-    start."""
+    start.
+    """
     if not tools.servers and not tools.bounds and not tools.words:
         return tools
     looked_at = list(itertools.islice(tasks, 4 * MAX_TASKS))
     users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
     if every and (unused := [name for name in tools.servers if name not in users]):
         raise UserError(
-            f"tools.mcp.{unused[0]} does nothing: none of the {len(looked_at)} tasks that were looked at names {MCP_PREFIX}{unused[0]}",
-            fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or leave the server out",
+            f"tools.mcp.{unused[0]} does nothing: none of the first {len(looked_at)} tasks uses {MCP_PREFIX}{unused[0]}",
+            fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or remove the server",
         )
     kept = _read(folder)
     asked = await asyncio.gather(*(_asked(tools.servers[name], task, sandboxes) for name, task in users.items()))
@@ -120,8 +121,8 @@ async def pin_tools(
             log.warning("tools.mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
         if before is not None and (difference := tool_difference(before, listed)):
             raise UserError(
-                f"tools.mcp.{server.name}: it is not the server that this run began with: {difference}",
-                fix="install the version that it began with, or begin another run",
+                f"tools.mcp.{server.name}: the server differs from the one at the start of this run: {difference}",
+                fix="install the version that the run started with, or start a new run",
             )
         servers[server.name] = replace(server, offers=shown, excluded=reasons)
     made = RunTools(servers=servers, bounds=tools.bounds, words=tools.words)
@@ -131,7 +132,7 @@ async def pin_tools(
 
 
 def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
-    """The tools as the agent sees them, and by name the reason for each tool that cannot be offered to this policy."""
+    """The tools as the agent sees them, and name -> reason for each tool that cannot be offered to this policy."""
     shown, reasons = [], {}
     for tool in usable:
         rewritten = tool.rewritten(str if chat is None else chat.escape_text)
@@ -145,14 +146,14 @@ def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple
 
 
 def save_tool_offers(tools: RunTools, folder: Path) -> None:
-    """Writes down what a run begins with; a run that is resumed has it."""
+    """Stores the tool lists that a run starts with, once."""
     if tools.servers and not (folder / MCP_FILE).exists():
         data = {name: [one.to_data() for one in server.offers or ()] for name, server in tools.servers.items()}
         write_atomically(folder / MCP_FILE, json.dumps(data, indent=1, ensure_ascii=False))
 
 
 def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None, *, every: bool) -> None:
-    """Raises `UserError` for bounds or words of a tool that no task has. Not `every`: only for words of which none is of use."""
+    """Raises `UserError` for bounds or words of a tool that no task has. Without `every`, only if none of the words is used."""
     if not every and not tools.words:
         return
     known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}
@@ -161,13 +162,13 @@ def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | 
     unused += silent if every or len(silent) == len(tools.words) else []
     if unused:
         raise UserError(
-            f"tools.{unused[0]} does nothing: no task that was looked at has a tool of that name",
-            fix=f"use one of {', '.join(sorted(known))}, or leave it out",
+            f"tools.{unused[0]} does nothing: none of the first tasks has a tool of that name",
+            fix=f"use one of {', '.join(sorted(known))}, or remove it",
         )
 
 
 async def _asked(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
-    """What a server says that it offers."""
+    """Starts a server and returns its tool list."""
     sandbox, connection = None, ServerConnection(server)
     try:
         if server.in_sandbox:
@@ -197,7 +198,7 @@ def _server(name: str) -> str:
 
 
 def _read(folder: Path | None) -> dict[str, tuple[ListedTool, ...]]:
-    """What a run that is resumed began with."""
+    """The tool lists that a resumed run started with."""
     if folder is None or not (folder / MCP_FILE).is_file():
         return {}
     data = json.loads((folder / MCP_FILE).read_text(encoding="utf-8"))

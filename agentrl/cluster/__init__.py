@@ -1,1 +1,1 @@
-"""Which of a machine's devices each part of a run gets."""
+"""Assigns a machine's devices to the parts of a run."""

@@ -1,4 +1,4 @@
-"""Which GPUs the learner and the server get when they must not share one. Asks the driver's tool, so that nothing starts CUDA."""
+"""Chooses the GPUs of learner and servers. It runs nvidia-smi, so that this process does not initialize CUDA."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _QUERY_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Values of CUDA_VISIBLE_DEVICES for the parts of a run; None leaves a process what it inherits."""
+    """Values of CUDA_VISIBLE_DEVICES for the parts of a run. None leaves a process what it inherits."""
 
     learner: str | None = None
     server: str | None = None
-    replicas: tuple[str, ...] = ()  # of the policy's servers, where there are several
-    gate: str | None = None  # of the gate's own server
-    judges: Mapping[str, str | None] = field(default_factory=dict)  # of the servers of `judge_servers`, by name
+    replicas: tuple[str, ...] = ()  # of the policy's servers, if there are several
+    gate: str | None = None  # of the gate's server, with gate.server=own
+    judges: Mapping[str, str | None] = field(default_factory=dict)  # of `judge_servers`, by name
 
 
 def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
-    """With `serving.weight_transfer=nccl` or several `serving.replicas` the learner's ranks get the first GPUs, and each server of the
-    policy one of those after them. With `gate.server=own` the gate's server has the next one.
+    """Assigns GPUs. With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks get the first GPUs, and each
+    server of the policy gets one of the next. With `gate.server=own`, the gate's server gets the next one.
 
-    NCCL refuses two members of a group on one GPU, and servers that share one would only take it from each other. Judges' servers get
-    the GPUs after these in turn, and where none is left share the policy servers'. Otherwise everything is shared, and on a CPU there is
-    nothing to place. Without `training` neither a learner nor a gate's server starts, and none is counted.
+    NCCL allows one member of a group per GPU, and servers on one GPU would only compete. Judges' servers use the remaining GPUs in turn, or
+    share those of the policy's servers if none is left. In all other cases, and on a CPU, nothing is assigned. Without `training`, learner
+    and gate server do not start and are not counted.
 
-    Raises `UserError` when there are too few.
+    Raises `UserError` if there are too few GPUs.
     """
     serving = recipe.serving
     apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
@@ -40,7 +40,7 @@ def place_parts(recipe: Recipe, *, training: bool = True) -> Placement:
     shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
     if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
-            f"the servers of policy and judges share a GPU, and want {sum(shared):g} of its memory together",
+            f"the servers of policy and judges share a GPU and together need {sum(shared):g} of its memory",
             fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
         )
     if not apart and not beside:
@@ -71,19 +71,19 @@ def _too_few(recipe: Recipe, *, needed: int, found: int, ranks: int, beside: boo
         fix = "lower serving.replicas" + ("; with 1, learner and server share a GPU" if ranks else "")
     if beside:
         keys.append("gate.server=own")
-        fix = "set gate.server=shared: the policy's servers then answer its attempts, too"
+        fix = "set gate.server=shared: the policy's servers then also run the gate's attempts"
     learner = f" with learner.ranks={ranks}" if ranks else ""
     return UserError(f"{' and '.join(keys)}{learner} needs {needed} GPUs, {found} are visible here", fix=fix)
 
 
 def _on_gpus(recipe: Recipe) -> bool:
-    from agentrl.serving.server import serving_device  # brings an HTTP client along
+    from agentrl.serving.server import serving_device  # imports an HTTP client
 
     return serving_device(recipe) == "cuda"
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]

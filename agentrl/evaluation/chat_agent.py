@@ -1,7 +1,7 @@
-"""An agent whose turns somebody's server of chat completions says: for evaluations alone, since its exact tokens are not known.
+"""An agent whose turns come from a third-party chat completions server. Only for evaluations, because its exact tokens are unknown.
 
-It acts as the turn loop does: the task's prompt, the task's tools in the episode's sandbox, the task's limits. Its turns hold what was said
-and no token ids. What the server does wrong is a fault of the infrastructure; what the model does wrong is the policy's.
+It works like the turn loop: the task's prompt, tools and limits, in the episode's sandbox. Its turns hold text and no token ids. Faults of
+the server are infrastructure faults; faults of the model are the policy's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BYTES_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedCall:
-    """One tool call of an answer: what the tool is given, or what is wrong with it, and how the server knows it."""
+    """One tool call of an answer: the parsed call or what is wrong with it, and its id."""
 
     id: str
     name: str
-    arguments: str  # as written; {} if they cannot be read, since servers fail at such a call when they get it back
+    arguments: str  # as written; {} if invalid, because servers reject invalid arguments in later requests
     call: ToolCall | str
 
 
@@ -45,28 +45,28 @@ class ChatAnswer(Reply):
     """One turn of the model."""
 
     calls: tuple[RequestedCall, ...] = ()
-    cut: bool = False  # by its length
+    cut: bool = False  # whether the token limit ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatEndpoint(Endpoint):
-    """An `Endpoint` whose answers may be tool calls."""
+    """An `Endpoint` whose answers may contain tool calls."""
 
     structured: Any = "never"
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> ChatAnswer:
-        """Raises `JudgeError` for what is no chat completion: the server's fault."""
+        """Parses a chat completion. Raises `JudgeError` for anything else, because that is the server's fault."""
         if len(content) > self.max_bytes:
-            raise JudgeError(f"{self._where()} gave an answer of more than {self.max_bytes:,} bytes")
+            raise JudgeError(f"{self._where()} returned more than {self.max_bytes:,} bytes")
         try:
             body = json.loads(content)
             choice = body["choices"][0]
             said = choice["message"]
             words, refusal, wanted = said.get("content"), said.get("refusal"), said.get("tool_calls") or []
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise JudgeError(f"{self._where()} gave an answer that is no chat completion") from None
+            raise JudgeError(f"{self._where()} did not return a chat completion") from None
         if not isinstance(wanted, list) or not isinstance(words, str | None):
-            raise JudgeError(f"{self._where()} gave an answer that is no chat completion")
+            raise JudgeError(f"{self._where()} did not return a chat completion")
         cost = token_usage(body.get("usage"), len(json.dumps(list(messages))) // CHARS_PER_TOKEN, content.decode(errors="replace"))
         text = words if words is not None else refusal if isinstance(refusal, str) else ""
         return ChatAnswer(
@@ -83,19 +83,20 @@ class ChatEndpoint(Endpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAgent:
-    """An `agentrl.protocols.Agent`. `tokens`: episode -> tokens that the server says it sampled, for whoever takes them out."""
+    """An `agentrl.protocols.Agent`. `tokens`: episode -> sampled tokens as counted by the server; the evaluation removes its entries."""
 
     endpoint: ChatEndpoint
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # further keys of every request
-    instructions: str | None = None  # in place of the system messages of tasks
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # additional keys of every request
+    instructions: str | None = None  # replaces the system messages of tasks
     tokens: dict[str, int] = field(default_factory=dict)
 
     async def act(self, episode: LiveEpisode) -> str:
+        """Runs an episode and returns its stop reason."""
         limits = episode.task.limits
         if limits.thinking_tokens is not None:
             raise TaskError(
-                f"task {episode.task.id!r}: nobody can end the thinking of a model behind an endpoint, as limits.thinking_tokens asks",
-                fix="leave the limit out",
+                f"task {episode.task.id!r}: limits.thinking_tokens cannot be enforced for a model behind an endpoint",
+                fix="remove the limit",
             )
         tools = load_tools(episode.task.tools, None, episode.tools, task=episode.task)
         try:
@@ -138,20 +139,21 @@ class ChatAgent:
                 answer = await self.endpoint.ask(messages, more=more)
                 request.tokens = answer.completion_tokens
         except PromptRefusedError as error:
-            if episode.turn_count:  # the request contains the model's text
-                raise PolicyFault(f"the server refuses a conversation that contains the policy's text: {error}") from error
+            if episode.turn_count:  # the request contains the policy's text
+                raise PolicyFault(f"the server rejects a conversation that contains the policy's text: {error}") from error
             raise ServingError(str(error)) from error
         except JudgeError as error:
             raise ServingError(str(error)) from error
-        assert isinstance(answer, ChatAnswer), "the endpoint reads its answers itself"
+        assert isinstance(answer, ChatAnswer), "ChatEndpoint parses its answers"
         self.tokens[episode.id] = self.tokens.get(episode.id, 0) + answer.completion_tokens
         return answer
 
     async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[RequestedCall], messages: list[dict[str, Any]]) -> str:
-        """Runs the calls of a turn in order, up to a submitted answer or a lost sandbox, and appends what they gave. The stop reason."""
+        """Runs the calls of a turn in order, until an answer is submitted or the sandbox is lost, and appends the results. Returns the
+        stop reason."""
         began, made = time.monotonic(), count_calls(episode)
         results: list[ToolResult] = []
-        errors: list[ToolResult] = []  # after the others, as the turn loop records them
+        errors: list[ToolResult] = []  # recorded after the others, as in the turn loop
         ended = ""
         for one in calls:
             if isinstance(one.call, str):
@@ -171,14 +173,15 @@ class ChatAgent:
 
 
 class NoPolicy:
-    """The `agentrl.protocols.Policy` beside a `ChatAgent`, which samples nothing through it."""
+    """The unused `agentrl.protocols.Policy` of a `ChatAgent`."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        raise ServingError("an endpoint of chat completions gives no exact tokens")
+        """Raises `ServingError`."""
+        raise ServingError("a chat completions endpoint returns no exact tokens")
 
 
 def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
-    """Whatever a server gives as tool calls. Ids that are none, or are given twice, get one of ours."""
+    """Parses tool calls. An invalid or repeated id is replaced."""
     made: list[RequestedCall] = []
     for number, one in enumerate(wanted):
         about = one.get("function") if isinstance(one, dict) else None
@@ -203,6 +206,6 @@ def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
 
 
 def _echo(answer: ChatAnswer) -> dict[str, Any]:
-    """A turn of the model as the server wants it back."""
+    """The message that repeats a turn of the model in later requests."""
     calls = [{"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}

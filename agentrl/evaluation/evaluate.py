@@ -1,4 +1,4 @@
-"""Evaluation: episodes on each of the first n held-out tasks, in the same sandboxes and with the same verifier as training."""
+"""Evaluates episodes on the first n held-out tasks, in the same sandboxes and with the same verifier as training."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from agentrl.session.transcript import transcript
 from agentrl.task import make_task
 
 SOLVED_SCORE = 1.0
-"""The score from which an attempt has solved its task, in pass@k and against compute."""
+"""The score from which an attempt counts as solved, in pass@k and compute curves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitEvaluation:
-    """Scores of one split, with a confidence interval; episodes without a finite score count in no figure but `left_out`."""
+    """Scores of one split, with a confidence interval. Episodes without a finite score only count as excluded."""
 
-    rate: Rate | None  # over the tasks, of the mean score of each; None: not one episode was scored, so that no rate would mean anything
+    rate: Rate | None  # mean over tasks of the mean score of each; None if no episode was scored
     by_kind: dict[str, Rate]
-    attempts: int  # at each task
+    attempts: int  # per task
     episodes: int
     excluded: int
     excluded_reasons: dict[str, int]
-    tokens_mean: float | None  # sampled in an attempt
+    tokens_mean: float | None  # sampled tokens per attempt
     pass_at: dict[int, float]  # k -> share of the tasks that k attempts solve
-    compute: tuple[ComputeCurve, ...]  # success against sampled tokens
+    compute: tuple[ComputeCurve, ...]  # success by sampled tokens
     transcripts: tuple[dict[str, Any], ...]
 
 
@@ -51,7 +51,7 @@ class _Played:
 
     @property
     def counted(self) -> list[tuple[float, int]]:
-        """(score, sampled tokens) of those that have a score."""
+        """(score, sampled tokens) of the attempts with a score."""
         scores = [(scored.score.value, scored.episode.completion_tokens) for scored in self.attempts]
         return [(value, tokens) for value, tokens in scores if value is not None and math.isfinite(value)]
 
@@ -70,16 +70,16 @@ async def evaluate_split(
     notes: EvaluationNotes | None = None,
     thinking_tokens: int | None = None,
 ) -> SplitEvaluation:
-    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer).
+    """Evaluates tasks 0..count-1 of a split, or fewer if it is smaller.
 
-    Raises `RecipeError` when it has none, and for a bound on thinking that a task has no room for.
+    Raises `RecipeError` for an empty split, and for a thinking bound that a task has no room for.
 
     Args:
-        attempts: episodes on each task.
-        on_done: told how many episodes of how many are done.
-        on_scored: told each task's episode when it is scored.
-        thinking_tokens: in place of the tasks' own `Limits.thinking_tokens`; None: that.
-        notes: what its episodes read and add to, part by part; None: all tasks are one part, and what `runner` has of memory is left.
+        attempts: episodes per task.
+        on_done: called with the finished and total episodes.
+        on_scored: called with each task and its scored episode.
+        thinking_tokens: replaces the tasks' `Limits.thinking_tokens`; None keeps them.
+        notes: read and extended by the episodes, round by round. None means one round with the memory of `runner`.
     """
     size = family.size(split)
     tasks = [_made(family, split, index) for index in range(count if size is None else min(count, size))]
@@ -118,15 +118,15 @@ async def evaluate_split(
 
 
 def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
-    """The task with this bound on thinking. Raises `RecipeError` where a turn of it has no room for an answer then."""
+    """Returns the task with this bound on thinking. Raises `RecipeError` if a turn would have no room for an answer."""
     try:
         return replace(task, limits=replace(task.limits, thinking_tokens=thinking_tokens))
     except ValueError as error:
-        raise RecipeError(f"evaluation.thinking_tokens: task {task.id!r}: {error}", fix="take smaller bounds") from None
+        raise RecipeError(f"evaluation.thinking_tokens: task {task.id!r}: {error}", fix="use smaller bounds") from None
 
 
 def _measured(played: Sequence[_Played], *, phase: str, step: int) -> SplitEvaluation:
-    """The figures. Attempts at one task are alike, so a rate is taken over tasks: its interval does not shrink with their attempts."""
+    """Computes the rates over tasks, because attempts at one task are not independent: their number must not narrow the interval."""
     means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in played if one.counted]
     kinds = sorted({kind for kind, _ in means})
     tries = [[CountedAttempt(passed=is_at_least(value, SOLVED_SCORE), tokens=tokens) for value, tokens in one.counted] for one in played]
@@ -154,7 +154,7 @@ def _rate(values: Iterable[float]) -> Rate | None:
 
 
 def _made(family: TaskFamily, split: Split, index: int) -> Task | Failure:
-    """The task, or what is wrong with it: the other tasks are evaluated all the same."""
+    """Returns the task, or why it cannot be created; the other tasks are still evaluated."""
     try:
         return make_task(family, split, index)
     except Exception as error:  # a family may raise anything

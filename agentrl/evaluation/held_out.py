@@ -1,4 +1,4 @@
-"""Evaluations of the served version on the held-out tasks: what `evaluations.json` and `episodes/` of a run folder get."""
+"""Evaluates the served version on the held-out tasks, and writes `evaluations.json` and `episodes/` of the run folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from agentrl.session.transcript import append_transcripts
 
 
 async def evaluate_once(run: Run, phase: str, *, step: int) -> dict[str, float]:
-    """Evaluates as `evaluate_served`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
+    """Like `evaluate_served`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
     rated = measure.recorded_rates(run.folder, phase, of=_of(run), splits=(split for split, count in _counts(run) if count))
-    if not rated:  # or nothing is held out, which is recorded as well
+    if not rated:  # also if nothing is held out, so that this is recorded
         return await evaluate_served(run, phase, step=step)
     run.tracker.evaluated(phase, {str(split): rate for split, rate in rated.items()})
     rates = {str(split): rate.value for split, rate in rated.items()}
@@ -37,14 +37,14 @@ async def evaluate_once(run: Run, phase: str, *, step: int) -> dict[str, float]:
 
 
 async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float]:
-    """Evaluates the served version on both held-out splits and keeps the result in `evaluations.json` and `episodes/`."""
+    """Evaluates the served version on both held-out splits, and stores the result in `evaluations.json` and `episodes/`."""
     run.tracker.stage(f"evaluate {phase}")
     transcripts = run.folder / "episodes" / f"{phase}.jsonl"
-    transcripts.unlink(missing_ok=True)  # of an evaluation that a killed run had begun, and that is made again
+    transcripts.unlink(missing_ok=True)  # from an interrupted evaluation
     sampler = replace(run.groups.runner, sampling=run.recipe.evaluation.sampling)
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, SplitEvaluation] = {}
-    bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # by the bound on thinking
+    bounded: dict[Split, dict[int, SplitEvaluation]] = {}  # split -> thinking bound -> evaluation
     run.capture.reset_phase(phase)
     config = run.recipe.memory
 
@@ -87,8 +87,8 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     told = measure.excluded_alerts(phase, results)
     for line in told:
         run.tracker.alert(line)
-    if len(rated) < len(results) and phase in ("before", "eval"):  # later ones are no reason to throw away what was learned
-        raise InfrastructureError(f"no rate without a score: {'; '.join(told)}")
+    if len(rated) < len(results) and phase in ("before", "eval"):  # a later failure must not discard the training
+        raise InfrastructureError(f"the evaluation has no rate, because no episode was scored: {'; '.join(told)}")
     rates = {split: rate.value for split, rate in rated.items()}
     run.registry.set_evals(run.served.version, rates)
     return rates
@@ -99,7 +99,7 @@ def _counts(run: Run) -> tuple[tuple[Split, int], ...]:
 
 
 def _of(run: Run) -> str:
-    """A hash of the served weights and of the recipe's settings for evaluations."""
+    """A hash of the served weights and the recipe's evaluation settings."""
     settings = run.recipe.evaluation.model_dump_json(exclude={"every"})
     return hashlib.sha256(f"{run.served.sha256} {settings}".encode()).hexdigest()
 
@@ -107,8 +107,8 @@ def _of(run: Run) -> str:
 async def evaluate_held_out(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Serves the recipe's model and evaluates it on the held-out splits: split -> what `measure.read_evaluation` gives. For callers: see
-    `agentrl.run.loop.train`."""
+    """Serves the recipe's model and evaluates it on the held-out splits. Returns split -> `measure.read_evaluation`. The caller prepares as
+    for `agentrl.run.loop.train`."""
     async with open_run(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")
         base = run.registry.get(0)

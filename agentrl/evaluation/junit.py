@@ -1,6 +1,6 @@
-"""Evaluations of suites as JUnit XML, which CI systems show: a test suite each, a test case for each case.
+"""Evaluations of suites as JUnit XML for CI systems: one test suite per suite, one test case per case.
 
-What models, tools and verifiers said is in there. Characters that XML 1.0 has no place for (section 2.2) become replacement characters.
+It contains text from models, tools and verifiers. Characters that XML 1.0 does not allow (section 2.2) become replacement characters.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from xml.etree import ElementTree as xml
 from agentrl.evaluation.outcomes import CaseOutcome, CaseStatus, detail_lines, show_command, summary_line
 
 _NO_XML = re.compile("[^\t\n\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")  # of these, some turn the direction of text around
+_INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")  # some of them reverse the direction of text
 
 
 def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str = "") -> bytes:
-    """The document. Suites in the order of their first case; a case that could not be scored is an error, never a failure.
+    """Returns the document, with suites in the order of their first case. An unscored case is an error, not a failure.
 
     Args:
         folder: the run folder, for the commands that show more.
-        at: when the evaluation began, ISO 8601.
+        at: start of the evaluation, ISO 8601.
     """
     root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})
     for name in dict.fromkeys(one.suite for one in outcomes):
@@ -37,7 +37,7 @@ def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at:
 
 
 def xml_text(text: str) -> str:
-    """Text that an XML document can hold, and that shows as what it is."""
+    """Returns text with only characters that an XML document can contain and that are visible."""
     return _INVISIBLE.sub("\ufffd", _NO_XML.sub("\ufffd", text))
 
 

@@ -1,4 +1,4 @@
-"""What became of each case of an evaluation: passed, failed or unscored, with the attempt that shows why. For a person and for programs."""
+"""The status of each case of an evaluation (passed, failed or unscored), with an example attempt, as text and JSON."""
 
 from __future__ import annotations
 
@@ -24,56 +24,59 @@ _WORDS = 2000  # of an answer, a reason or evidence
 
 
 class CaseStatus(StrEnum):
-    """What an evaluation says of a case."""
+    """The result of a case."""
 
     PASSED = "passed"  # the mean score of its attempts reaches its threshold
-    FAILED = "failed"  # that of those which have a score does not
-    UNSCORED = "unscored"  # an attempt has no score, and the others do not fail it: nothing is concluded
+    FAILED = "failed"  # the mean of the scored attempts does not
+    UNSCORED = "unscored"  # an attempt has no score, and the others do not fail the case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleAttempt:
-    """The attempt that shows best why a case did not pass: the one with the lowest score, else one without. All of it is hostile text."""
+    """The attempt that best shows why a case did not pass: the lowest score, or else one without. All of its text is hostile."""
 
     episode: str
     score: float | None
     answer: str | None
-    reason: str  # why there is no score; empty: there is one
-    evidence: str  # what the verifier says
-    tag: str  # what went wrong, by rules
-    turn: int | None  # the first turn where it shows, counted from 1
+    reason: str  # why there is no score; empty with a score
+    evidence: str  # of the verifier
+    tag: str  # kind of failure, by rules
+    turn: int | None  # the first failing turn, counted from 1
     tail: str  # the end of the transcript, printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOutcome:
-    """One case in one evaluation."""
+    """The result of one case in one evaluation."""
 
     suite: str
     case: Case
     threshold: float
     attempts: tuple[CaseAttempt, ...]
-    example: ExampleAttempt | None = None  # None: it passed
+    example: ExampleAttempt | None = None  # None if it passed
 
     @property
     def scores(self) -> tuple[float | None, ...]:
+        """The score of each attempt; None without a score."""
         return tuple(one.score for one in self.attempts)
 
     @property
     def mean(self) -> float | None:
-        """Of the attempts that have a score."""
+        """The mean of the scored attempts; None without any."""
         return _mean(self.scores)
 
     @property
     def status(self) -> CaseStatus:
+        """The status of the case."""
         return case_status(self.scores, self.threshold)
 
     @property
     def question(self) -> str:
+        """The last message of the task's prompt."""
         return self.case.task.prompt[-1].content
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the outcome as JSON data."""
         return {
             "suite": self.suite,
             "case": self.case.id,
@@ -89,7 +92,7 @@ class CaseOutcome:
 
 
 def case_status(scores: Sequence[float | None], threshold: float) -> CaseStatus:
-    """What the scores of a case's attempts come to. No attempts: unscored."""
+    """Returns the status for the scores of a case's attempts; unscored without attempts."""
     mean = _mean(scores)
     if mean is not None and not attempt_passes(mean, threshold):
         return CaseStatus.FAILED
@@ -110,7 +113,7 @@ def case_outcome(
     rules: Sequence[TriageRule],
     origin: Mapping[str, str],
 ) -> CaseOutcome:
-    """The outcome of a case, in the order of its attempts. `threshold`: for a case that has none of its own."""
+    """Returns the outcome of a case, with its attempts in order. `threshold`: for a case without its own."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     found = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
@@ -145,13 +148,13 @@ def _shown(
 
 
 def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
-    """Failed, then unscored, then passed; of each the lowest scores first."""
+    """Sorts outcomes: failed, unscored, passed; lowest scores first within each."""
     order = {CaseStatus.FAILED: 0, CaseStatus.UNSCORED: 1, CaseStatus.PASSED: 2}
     return sorted(outcomes, key=lambda one: (order[one.status], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
 
 
 def summary_line(one: CaseOutcome) -> str:
-    """A line: score, threshold, attempts, and what the pinned policy had."""
+    """One line: score, threshold, attempts, and the baseline's score."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
     words = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
@@ -163,7 +166,7 @@ def summary_line(one: CaseOutcome) -> str:
 
 
 def detail_lines(one: CaseOutcome) -> list[str]:
-    """Lines of a case that did not pass: question, answer, reason, and the first turn that went wrong. Safe for a terminal."""
+    """Lines about a case that did not pass: question, answer, reason, and the first failing turn. Safe for a terminal."""
     lines = [f"question  {one_line(one.question, 200)}"]
     if one.example is not None:
         at = "" if one.example.turn is None else f" at turn {one.example.turn}"
@@ -172,10 +175,10 @@ def detail_lines(one: CaseOutcome) -> list[str]:
         lines += [f"evidence  {one_line(one.example.evidence)}"] if one.example.evidence.strip() else []
         lines += [f"failure   {one_line(one.example.tag, 60)}{at}"] if one.example.tag else []
     if one.case.note.strip():
-        lines.append(f"kept for  {one_line(one.case.note)}{f' ({one_line(one.case.by, 60)})' if one.case.by else ''}")
+        lines.append(f"note      {one_line(one.case.note)}{f' ({one_line(one.case.by, 60)})' if one.case.by else ''}")
     return lines
 
 
 def show_command(one: CaseOutcome, folder: Path) -> str:
-    """The command that shows the whole episode. Empty: the case passed."""
+    """Returns the command that shows the whole episode; empty if the case passed."""
     return "" if one.example is None else shlex.join(["agentrl", "failures", "show", str(folder), one.example.episode])

@@ -1,4 +1,5 @@
-"""Suites evaluated side by side without a recipe: one policy, one set of sandboxes, a verdict on every case as soon as it is there."""
+"""Evaluates several suites without a recipe, with one policy and one set of sandboxes. The status of each case is reported as soon as it
+is known."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ from agentrl.task import make_task, open_family
 
 EVAL_PHASE = "eval"
 SUITES_FOLDER = "suites"
-"""Of a run folder: where the evaluations of several suites are, each in a folder of its own."""
+"""Folder within a run folder: the evaluations of several suites, one folder each."""
 
 CaseListener = Callable[[CaseOutcome], None]
 
@@ -69,9 +70,9 @@ class PreparedEvaluation:
     recipe: Recipe
     root: Path
     start: RunStart
-    repeats: int | None  # None: as the case says, else its suite
-    threshold: float  # for cases without one
-    checked: preflight.PreflightResult | None  # None: no server of ours
+    repeats: int | None  # attempts per case; None means the number of the case, or else of its suite
+    threshold: float  # for cases without their own
+    checked: preflight.PreflightResult | None  # None for a policy that is not served here
     scorer: TaskScorer
 
     def tries(self, suite: Suite, case: Case) -> int:
@@ -81,7 +82,7 @@ class PreparedEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteEvaluation:
-    """A suite's evaluation, as it was kept."""
+    """The stored evaluation of a suite."""
 
     suite: Suite
     folder: Path
@@ -91,16 +92,16 @@ class SuiteEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPolicy:
-    """What an evaluation runs on."""
+    """The open parts that an evaluation runs on."""
 
     groups: GroupRunner
     sandboxes: SandboxBackend
     capture: Capture
     tracker: Tracker
     version: PolicyVersion
-    sampled_by: int | None  # the version that may have sampled tokens; None: versions are not ours to know
-    broken: BrokenImages  # images that cannot be made
-    spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, where its turns do not hold them
+    sampled_by: int | None  # the only version that may have sampled tokens; None if versions are unknown
+    broken: BrokenImages  # images that cannot be built
+    spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, if its turns do not record them
 
 
 @contextmanager
@@ -114,12 +115,12 @@ def prepare_evaluation(
     run_dir: Path | None = None,
     own: tuple[Path, Recipe] | None = None,
 ) -> Iterator[PreparedEvaluation]:
-    """Around an evaluation: its run folder, held by this process alone, and all the checks that are cheap.
+    """Claims the run folder of an evaluation and runs all cheap checks.
 
     Args:
         own: the project and the recipe from which the cases come (`held_out_suite`), and whose settings apply. None means cases of suites.
 
-    Raises `UserError` for whatever these checks tell, such as a verifier that does not resolve or a model folder that is none.
+    Raises `UserError`, for example if a verifier does not resolve or a model folder is invalid.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
     names = [suite.name for suite in suites]
@@ -140,8 +141,8 @@ def prepare_evaluation(
         if policy.source is PolicySource.ENDPOINT and starts_mid_episode(suites):
             late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
             raise UserError(
-                f"case {late} begins in the middle, with exact tokens, and an endpoint takes only messages",
-                fix="evaluate a suite of cases that begin with their task",
+                f"case {late} starts in the middle of an episode, with exact tokens, and an endpoint accepts only messages",
+                fix="evaluate a suite of cases that start with their task",
             )
         if policy.source is PolicySource.PLUGIN:
             check_policy_plugin(policy)
@@ -161,7 +162,7 @@ def prepare_evaluation(
 
 
 def held_out_suite(recipe: Recipe, root: Path) -> Suite:
-    """The recipe's held-out tasks, and those on real data, as cases. Raises `UserError` if there are none."""
+    """Returns the recipe's held-out tasks, generated and real, as cases. Raises `UserError` if there are none."""
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     counts = {Split.HELDOUT: recipe.evaluation.heldout, Split.HELDOUT_REAL: recipe.evaluation.heldout_real}
     cases = [
@@ -179,15 +180,15 @@ async def evaluate_suites(
     on_ready: Callable[[], None] = lambda: None,
     on_case: CaseListener = lambda outcome: None,
 ) -> tuple[SuiteEvaluation, ...]:
-    """Asks every case anew in live sandboxes, judges it and keeps the results in the run folder.
+    """Runs every case in live sandboxes, scores it and stores the results in the run folder.
 
     Args:
-        console: whether a person watches the progress.
+        console: whether to show the progress.
         on_ready: called once the policy answers.
-        on_case: told of each case when its last attempt is scored.
+        on_case: called with each case when its last attempt is scored.
 
     Raises:
-        InfrastructureError: the server is lost for good, or the like; faults of single episodes are told in their attempts.
+        InfrastructureError: for example, the server is lost for good. Faults of single episodes are in their attempts.
     """
     folder, done = given.start.folder, list[SuiteEvaluation]()
     async with open_policy(given, console=console) as parts_:
@@ -215,10 +216,8 @@ async def evaluate_suites(
 
 
 def pin_baselines(done: Sequence[SuiteEvaluation]) -> int:
-    """Makes the results of an evaluation the baselines of its cases, but for those with nothing scored, or whose task was changed since.
-
-    Returns how many were pinned.
-    """
+    """Stores the results of an evaluation as the baselines of its cases, except cases without a score or with a changed task. Returns
+    how many."""
     pinned = 0
     for one in done:
         there = {case.id: case for case in load_suite(one.suite.folder).cases}
@@ -228,19 +227,19 @@ def pin_baselines(done: Sequence[SuiteEvaluation]) -> int:
             of = one.results.about
             baseline = Baseline(model=of.model, version=of.version if of.sha256 else None, scores=outcome.scores, at=of.at)
             found = there.get(outcome.case.id)
-            if found is not None and found.task == outcome.case.task:  # somebody may have changed or removed it meanwhile
+            if found is not None and found.task == outcome.case.task:  # the file may have changed meanwhile
                 save_case(one.suite.folder, replace(found, baseline=baseline))
                 pinned += 1
     return pinned
 
 
 def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
-    """0: every case passed; 1: some did not."""
+    """Returns 0 if every case passed, else 1."""
     return 0 if all(one.status is CaseStatus.PASSED for one in outcomes) else 1
 
 
 class _Asking:
-    """The attempts at the cases of an evaluation."""
+    """Runs the attempts at the cases of an evaluation."""
 
     def __init__(self, given: PreparedEvaluation, open_: OpenPolicy, on_scored: Callable[[], None], on_case: CaseListener) -> None:
         self._given, self._open, self._on_scored, self._on_case = given, open_, on_scored, on_case
@@ -274,7 +273,7 @@ class _Asking:
 
 
 def _names(suites: Sequence[Suite]) -> dict[Path, str]:
-    """A name of its own for each suite, for files and episodes."""
+    """A unique name for each suite, for files and episodes."""
     names: dict[Path, str] = {}
     for suite in suites:
         plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "-" for c in suite.folder.resolve().name).strip("-.")[:60]
@@ -293,12 +292,12 @@ def _kept(
     version: PolicyVersion,
     began: float,
 ) -> SuiteEvaluation:
-    """Writes a suite's evaluation, where `agentrl compare` reads it."""
+    """Writes a suite's evaluation, for `agentrl compare`."""
     run = given.start.folder
     folder = run / SUITE_FOLDER if len(given.suites) == 1 else run / SUITES_FOLDER / _names(given.suites)[suite.folder]
     repeats = given.repeats or suite.repeats
     origin = evaluation_info(given.recipe, suite, version, repeats=repeats, threshold=given.threshold, began=began)
-    origin = replace(origin, model=given.policy.name, version=given.policy.version)  # in the words of who asked, on any machine
+    origin = replace(origin, model=given.policy.name, version=given.policy.version)  # as typed, so that it is the same on any machine
     found = SuiteResults(about=origin, attempts=tuple(one.attempt for one in attempts))
     results.save_results(folder, found, transcripts_of(attempts))
     return SuiteEvaluation(suite=suite, folder=folder, results=found, outcomes=tuple(outcomes))
@@ -306,7 +305,7 @@ def _kept(
 
 @asynccontextmanager
 async def open_policy(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """The policy, answering, and the sandboxes that its episodes play in."""
+    """Opens the policy and the sandboxes of its episodes."""
     kind = _served if given.policy.served else _not_served
     async with kind(given, console=console) as found:
         yield found
@@ -314,7 +313,7 @@ async def open_policy(given: PreparedEvaluation, *, console: bool) -> AsyncItera
 
 @asynccontextmanager
 async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """A model folder on a server of ours, which is watched meanwhile."""
+    """A model folder on a supervised server."""
     assert given.checked is not None, "a served policy was checked"
     async with open_run(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
@@ -344,7 +343,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
 
 @asynccontextmanager
 async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """A policy that answers by itself: a part of the project, or somebody's server."""
+    """A policy without a server: a plug-in of the project, or a third-party endpoint."""
     recipe, folder = given.recipe, given.start.folder
     async with closing_stack(folder) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=folder.name, root=given.root)
@@ -400,7 +399,7 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
 
 
 def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]:
-    """The policy that a reference makes, and the recipe's agent in the policy's own tokens; or the agent of an endpoint, and no tokens."""
+    """Returns policy, agent and chat format. An endpoint has its own agent and no chat format."""
     if given.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(given.policy, given.recipe), None
     made: Any = load_policy_plugin(given.policy)

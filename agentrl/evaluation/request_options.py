@@ -1,4 +1,4 @@
-"""User options for the requests to an evaluated endpoint: additional keys and headers, and the name of the token limit."""
+"""Options for the requests to an evaluated endpoint: additional keys and headers, and the name of the token limit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SAID_ELSEWHERE = {
     "max_tokens": "limits.turn_tokens gives the number of tokens",
     "max_completion_tokens": "limits.turn_tokens gives the number of tokens; --tokens-name max_completion_tokens sends it under this name",
 }
-"""Keys of a request that another option or the case sets -> which one."""
+"""Request keys that are set elsewhere -> where."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """User options for the requests to an endpoint, in addition to its model and key."""
+    """Options for the requests to an endpoint, in addition to its model and key."""
 
     tokens_name: str = "max_tokens"  # request key of the token limit of a turn
     keys: Mapping[str, Any] = field(default_factory=dict)  # additional keys of each request
@@ -48,13 +48,13 @@ class RequestOptions:
             raise UserError(f"--request {key} is not allowed: {_SAID_ELSEWHERE[key]}", fix=f"remove --request {key}")
         keys = {key: value for key, value in keys.items() if key != "temperature"}
         if problem := next(secrets.literal_secret_errors(keys, "--request"), ""):
-            raise UserError(problem, fix="give headers by reference: --header NAME=env:VARIABLE")
+            raise UserError(problem, fix="set headers by reference: --header NAME=env:VARIABLE")
         made = dict(_pair("--header", text, "api-key=env:THEIR_KEY") for text in headers)
         return cls(tokens_name=tokens_name or "max_tokens", keys=keys, without_temperature=without, headers=made)
 
     @property
     def summary(self) -> str:
-        """The options that change the requests, for the policy's name; empty if there are none."""
+        """A summary of the options, for the policy's name; empty without options."""
         return ", ".join(
             [*(f"{key}={json.dumps(value)}" for key, value in self.keys.items()), *(["no temperature"] if self.without_temperature else [])]
         )
@@ -63,7 +63,7 @@ class RequestOptions:
 def _pair(option: str, text: str, example: str) -> tuple[str, str]:
     key, parted, value = text.partition("=")
     if not parted or not key.strip():
-        raise UserError(f"{option} {printable(text, 80)}: there is no = in it", fix=f"write it as in {option} {example}")
+        raise UserError(f"{option} {printable(text, 80)} contains no =", fix=f"write it like {option} {example}")
     return key.strip(), value
 
 

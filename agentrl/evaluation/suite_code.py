@@ -1,7 +1,8 @@
-"""Checks which code and images the cases of a suite name: those of the current project are allowed, those that came with the suite are not.
+"""Checks the code and images that the cases of a suite name. Those of the current project are allowed; those that came with the suite are
+not.
 
-A suite is data and may come from a third party. Its verifiers and tools run with the rights of the user who evaluates it. So a case may
-name only code and images of the project and code of installed packages.
+A suite is data and may come from a third party, but its verifiers and tools run with the user's rights. So a case may name only code and
+images of the project and code of installed packages.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _SHOWN = 200  # characters of a reference
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
-    """Raises `UserError` if the suites belong to a project other than the current directory's, because an evaluation would run its code.
+    """Raises `UserError` if the suites do not belong to the current directory's project, because an evaluation would run their project's
+    code.
 
     Args:
-        root: the project that the suites belong to.
+        root: the project of the suites.
     """
     here = Path.cwd().resolve()
     if root.resolve() not in (here, project_root(here / "x").resolve()):
@@ -71,7 +73,8 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_module(module: str, root: Path) -> Iterator[Path]:
-    """Where a module of the project is, and where Python finds its package: also in the current directory, which may be the suite's."""
+    """The files of a module in the project, and where Python finds its package. That may be the current directory, and so the suite's
+    folder."""
     for end in (".py", ""):
         yield (root / module.replace(".", "/")).with_suffix(end)
     importlib.invalidate_caches()

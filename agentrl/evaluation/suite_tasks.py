@@ -1,4 +1,4 @@
-"""The cases of suites as a task family: what the recipe of an evaluation names as its tasks where nobody wrote a recipe."""
+"""The cases of suites as a task family, for the recipe of an evaluation without a user's recipe."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BETWEEN = "\n"
 
 
 class SuiteTasks:
-    """An `agentrl.protocols.TaskFamily` of cases. Nothing is learned from them: they are there to be evaluated.
+    """An `agentrl.protocols.TaskFamily` of cases, for evaluation only.
 
     Args:
-        folders: of the suites, absolute, a line each.
+        folders: absolute paths of the suites, one per line.
     """
 
     name = "suites"
@@ -27,15 +27,18 @@ class SuiteTasks:
         self._tasks = [case.task for folder in folders.split(_BETWEEN) for case in load_suite(Path(folder)).cases]
 
     def size(self, split: Split) -> int:
+        """The number of cases; all are in the training split."""
         return len(self._tasks) if split is Split.TRAIN else 0
 
     def task(self, split: Split, index: int) -> Task:
+        """Returns a case's task."""
         return self._tasks[index % len(self._tasks)]
 
     def gold(self, task: Task) -> str:
-        raise TaskError(f"case {task.id!r} has no gold solution: it was captured, not made")
+        """Raises `TaskError`, because captured cases have no gold solution."""
+        raise TaskError(f"case {task.id!r} was captured and has no gold solution")
 
 
 def suite_task_options(suites: Sequence[Suite]) -> dict[str, str]:
-    """`tasks.options` of a recipe whose tasks these are."""
+    """Returns `tasks.options` for a recipe with these tasks."""
     return {"folders": _BETWEEN.join(str(suite.folder.resolve()) for suite in suites)}

@@ -1,4 +1,4 @@
-"""Evaluations of suites: every case asked anew, as often as it says, in live sandboxes and judged as training is."""
+"""Evaluates suites: every case runs as often as configured, in live sandboxes, and is scored as in training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from agentrl.session.preflight import PreflightResult, check_suite, open_chat
 from agentrl.session.transcript import transcript
 
 SUITE_FOLDER = "suite"
-"""Of a run folder: where `agentrl eval --suite` keeps the evaluation."""
+"""Folder within a run folder: the evaluation of one suite."""
 
 OnDone = Callable[[int, int], None]
 OnScored = Callable[[Task, ScoredEpisode], None]
@@ -42,21 +42,21 @@ OnScored = Callable[[Task, ScoredEpisode], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteAttempt:
-    """One attempt at a case, and the episode in words."""
+    """One attempt at a case, and its transcript."""
 
     attempt: CaseAttempt
     transcript: dict[str, Any]
 
 
 BrokenImages = Mapping[tuple[str, str], str]
-"""(image, runtime) -> why it cannot be made."""
+"""(image, runtime) -> why it cannot be built."""
 
 
 async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
-    """Makes the images of suites' cases, each once. Those that cannot be made take their own cases out, and no others.
+    """Builds the images of the suites' cases. Returns those that cannot be built; only their own cases are excluded.
 
     Raises:
-        ExceptionGroup: of `SandboxUnavailable`, where no sandbox of this kind can be opened on this machine at all.
+        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
     """
     specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases}
     broken: dict[tuple[str, str], str] = {}
@@ -76,7 +76,7 @@ async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> 
 
 
 def unrunnable_attempt(case: Case, name: str, broken: BrokenImages) -> ScoredEpisode | None:
-    """The attempt that a case cannot have, because its image is gone; None where it can."""
+    """Returns an excluded attempt if the case's image cannot be built; else None."""
     why = broken.get(_image(case))
     if why is None:
         return None
@@ -102,12 +102,12 @@ async def run_cases(
     on_done: OnDone = lambda done, total: None,
     on_scored: OnScored = lambda task, scored: None,
 ) -> tuple[SuiteAttempt, ...]:
-    """The attempts at each case that `numbers` names, in the order of the cases.
+    """Runs the attempts at each case that `numbers` returns, in the order of the cases.
 
-    An attempt that any other version than `version` has sampled a token of has no score: it says nothing about this one.
+    An attempt with tokens from any version other than `version` has no score.
 
     Raises:
-        ExceptionGroup: of `SandboxUnavailable`, where no sandbox of this kind can be opened on this machine at all.
+        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
     """
     done, total = 0, sum(len(numbers(case)) for case in cases)
 
@@ -128,7 +128,7 @@ async def run_cases(
 def evaluation_info(
     recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float
 ) -> EvaluationInfo:
-    """Where an evaluation comes from. `began`: monotonic seconds."""
+    """Returns the metadata of an evaluation. `began`: monotonic seconds."""
     return EvaluationInfo(
         suite=suite.name,
         suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
@@ -150,23 +150,23 @@ def evaluation_info(
 
 
 def version_number(model: str) -> int:
-    """The number of a run's version whose folder a model is (`--model RUN@VERSION`); 0 for any other model."""
+    """The version number of a model folder within a run (`--model RUN@VERSION`); 0 for any other model."""
     folder = Path(model)
     return int(folder.name) if folder.parent.name == "versions" and folder.name.isdecimal() else 0
 
 
 def case_repeats(case: Case, otherwise: int) -> int:
-    """Attempts at a case in an evaluation: its own number, else that of the evaluation."""
+    """Attempts at a case: its own number, or else that of the evaluation."""
     return otherwise if case.repeats is None else case.repeats
 
 
 def case_thresholds(suite: Suite) -> dict[str, float]:
-    """The thresholds of the cases that have one of their own."""
+    """The cases' own thresholds, if they have any."""
     return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
 
 
 def evaluation_runner(run: Run) -> GroupRunner:
-    """The run's runner with the sampling of evaluations."""
+    """The run's group runner with the sampling of evaluations."""
     return replace(run.groups, runner=replace(run.groups.runner, sampling=run.recipe.evaluation.sampling))
 
 
@@ -181,11 +181,11 @@ async def evaluate_suite(
     root: Path,
     console: bool = True,
 ) -> SuiteResults:
-    """Serves the recipe's model, evaluates it on a suite and keeps the result in `suite/` of the run folder. For callers: see
+    """Serves the recipe's model, evaluates it on a suite and stores the result in `suite/` of the run folder. The caller prepares as for
     `agentrl.run.loop.train`.
 
     Args:
-        repeats: attempts at each case; None: as the case says, else the suite.
+        repeats: attempts per case; None means the number of the case, or else of the suite.
 
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
@@ -228,23 +228,23 @@ async def evaluate_suite(
 
 
 def transcripts_of(tried: Iterable[SuiteAttempt]) -> list[dict[str, Any]]:
-    """The episodes in words."""
+    """The transcripts of the attempts."""
     return [one.transcript for one in tried]
 
 
 def utc_now() -> str:
-    """The time in UTC, to the second."""
+    """The current UTC time, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
-    """The record of an attempt. `version`: the one that may have sampled its tokens; None: any may."""
+    """Returns the record of an attempt. `version`: the only one that may have sampled its tokens; None allows any."""
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
     others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})
     reason = exclusion_reason(scored)
     if others and version is not None:
-        reason = f"version {', '.join(map(str, others))} sampled some of it, not {version} alone"
+        reason = f"version {', '.join(map(str, others))} sampled some of its tokens, not only version {version}"
     counts = not reason and value is not None and abs(value) <= results.LARGEST_SCORE
     attempt = CaseAttempt(
         case=case.id,
@@ -252,7 +252,7 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
         number=number,
         episode=episode.id,
         score=value if counts else None,
-        reason="" if counts else reason or "the score is not finite, or too large for a mean",
+        reason="" if counts else reason or "the score is not finite or too large for a mean",
         again=again,
         tokens=episode.completion_tokens,
         turns=sum(len(one.own_turns) for one in episode.trajectories),

@@ -1,6 +1,6 @@
-"""The durable store of scored groups between rollouts and learner, which of them make a step, and what running ones have so far.
+"""The durable store of scored groups between rollouts and learner, the groups of each step, and the checkpoints of running episodes.
 
-Rollout and learner processes share nothing but this: either may die at any moment and find the store as it was.
+Rollout and learner processes share only this store, so either may die at any moment.
 """
 
 from agentrl.experience.checkpoints import FolderCheckpoints

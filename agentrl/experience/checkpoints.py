@@ -1,7 +1,7 @@
-"""What running groups have so far, in the run folder: the newest state of each episode, or the scored episode once it ended.
+"""Checkpoints of running groups in the run folder: the newest state of each episode, or the scored episode once it has ended.
 
-One file an episode (zstd-compressed JSON with a checksum), replaced whole after every turn. Losing one costs the episode's turns
-and nothing else, so a file that cannot be written or read never stops a run: it is said, and the episode starts afresh.
+One file per episode (zstd-compressed JSON with a checksum), replaced after every turn. A lost file costs only the episode's turns, so a
+file that cannot be written or read never stops a run: the error is logged and the episode restarts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", EpisodeState, ScoredEpisode)
 
 MAX_BYTES = 2 * MAX_SNAPSHOT_BYTES
-"""Largest content of a file: a snapshot as base64, and the turns."""
+"""Maximum bytes of a file's content: a snapshot as base64, and the turns."""
 
 
 class FolderCheckpoints:
-    """An `EpisodeKeeper` in one folder: `000012/3.state` and `000012/3.scored` are of member 3 of group 12."""
+    """An `EpisodeCheckpoints` in one folder. `000012/3.state` and `000012/3.scored` belong to attempt 3 of group 12."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,22 +36,25 @@ class FolderCheckpoints:
         self._forgotten: set[int] = set()
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
+        """Stores the newest state of an attempt."""
         await asyncio.to_thread(self._write, group, self._path(group, member, "state"), state)
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        """Stores the scored episode of an attempt, which replaces its state."""
         await asyncio.to_thread(self._write, group, self._path(group, member, "scored"), scored)
         self._path(group, member, "state").unlink(missing_ok=True)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+        """Returns what is stored of an attempt; None if there is nothing usable."""
         return await asyncio.to_thread(self._find, group, member)
 
     def remove_group(self, group: int) -> None:
-        """Removes what there is of a group: it is stored, or will never be. A write of a cancelled attempt may still be under way."""
+        """Removes a group that is stored or abandoned. A cancelled attempt's write may still be in progress."""
         self._forgotten.add(group)
         shutil.rmtree(self._folder / f"{group:06d}", ignore_errors=True)
 
     def groups(self) -> tuple[int, ...]:
-        """Indices of the groups of which there is something."""
+        """Indices of the groups with checkpoints."""
         folders = self._folder.iterdir() if self._folder.is_dir() else ()
         return tuple(sorted(int(path.name) for path in folders if path.is_dir() and path.name.isdecimal()))
 
@@ -66,16 +69,16 @@ class FolderCheckpoints:
         try:
             data = codec.to_json(record)
             if len(data) > MAX_BYTES:
-                raise OSError(f"{len(data) >> 20} MiB are more than may be kept")
+                raise OSError(f"{len(data) >> 20} MiB exceed the limit of {MAX_BYTES >> 20} MiB")
             path.parent.mkdir(parents=True, exist_ok=True)
             body = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
-            files.write_atomically(path, body, tag=str(next(self._numbers)))  # of its own: a write may outlive the turn that began it
+            files.write_atomically(path, body, tag=str(next(self._numbers)))  # unique, because a write may outlive the turn that started it
             if group in self._forgotten:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:
-            if group in self._forgotten:  # and its folder with it
+            if group in self._forgotten:  # its folder was removed
                 return
-            log.warning("%s could not be written: a crash would cost the turns since it was: %s", path, error)
+            log.warning("%s could not be written: a crash would lose the turns since the last write: %s", path, error)
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
         try:
@@ -85,6 +88,6 @@ class FolderCheckpoints:
             return None
         except (OSError, ValueError) as error:
             aside = self._folder / f"damaged-{path.parent.name}-{path.name}"
-            log.warning("%s is damaged and put aside as %s; the episode starts afresh: %s", path, aside.name, str(error)[:200])
+            log.warning("%s is damaged and was renamed to %s; the episode restarts: %s", path, aside.name, str(error)[:200])
             path.replace(aside)
             return None

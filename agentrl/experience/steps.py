@@ -1,7 +1,7 @@
-"""Which groups a learner step consumes: so many, and one more for each that has no preference (dynamic sampling, DAPO, arXiv 2503.14476).
+"""The groups of each learner step: a fixed number, plus one for each group without a preference (dynamic sampling, DAPO, arXiv 2503.14476).
 
-A step's indices are a block of fixed size, of which the first `per_step` are always made. Driver and learner read from the stored
-groups alone how many of the others belong to the step, so they agree without talking, also after either of them has died.
+A step's indices are a block of fixed size. The first `per_step` always run. Driver and learner derive from the stored groups how many of
+the others belong to the step, so they agree without communication, even after a crash.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from agentrl.config.recipe import RolloutConfig
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group
 
-_FAR = 1 << 30  # a schedule's position that no group of a run reaches: where the tasks of extra groups begin
+_FAR = 1 << 30  # schedule position of the first extra group, beyond all other groups of a run
 
 
 def has_preference(group: Group, *, min_group_size: int) -> bool:
-    """Whether some of a group's attempts were scored higher than others, so that it can teach anything."""
+    """Whether some attempts of a group scored higher than others, so that it can teach anything."""
     return len(group.scored) >= min_group_size and not all_equal(scored.score.value or 0.0 for scored in group.scored)
 
 
 @dataclass(frozen=True, slots=True)
 class StepGroups:
-    """The groups of each learner step of a run. What was read of a stored group is kept: groups never change."""
+    """The groups of each learner step of a run. Preferences of stored groups are cached, because stored groups never change."""
 
     per_step: int
     extra: int = 0
@@ -33,11 +33,12 @@ class StepGroups:
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig) -> StepGroups:
+        """The groups that a recipe's `rollout` section configures."""
         return cls(rollout.groups_per_step, rollout.extra_groups, rollout.min_group_size)
 
     @classmethod
     def single_step(cls, rollout: RolloutConfig) -> StepGroups:
-        """One step that every group belongs to, as far as a run can go: for a policy that does not learn. Each is of the next task."""
+        """One step with all groups, for a policy that does not learn. Each group has the next task."""
         return cls(_FAR, 0, rollout.min_group_size)
 
     def step_of(self, index: int) -> int:
@@ -45,12 +46,12 @@ class StepGroups:
         return index // (self.per_step + self.extra)
 
     def indices(self, step: int) -> range:
-        """All groups that a step may have, in the order in which they are begun."""
+        """All groups that a step may have, in the order in which they start."""
         size = self.per_step + self.extra
         return range(step * size, (step + 1) * size)
 
     def position(self, index: int) -> int:
-        """Where a group stands in the schedule of tasks: where it stood without extra groups, and the extra ones from far on."""
+        """A group's position in the task schedule. Extra groups do not shift the others; they have positions of their own."""
         step, place = divmod(index, self.per_step + self.extra)
         return step * self.per_step + place if place < self.per_step else _FAR + step * self.extra + place - self.per_step
 
@@ -59,13 +60,13 @@ class StepGroups:
         return self._known.setdefault(group.index, has_preference(group, min_group_size=self.min_group_size))
 
     def set_preference(self, index: int, preference: bool) -> None:
-        """Saves reading a stored group of which this is known."""
+        """Records the preference of a stored group, so that the group need not be read."""
         self._known[index] = preference
 
     def consumed_indices(self, step: int, store: ExperienceStore) -> range | None:
-        """The groups that a step consumes: the fewest of its block, from the first on, of which `per_step` have a preference, or all of it.
+        """The groups that a step consumes: the shortest prefix of its block with `per_step` preferences, or the whole block.
 
-        None while one of them is not stored yet.
+        None if one of them is not stored yet.
         """
         return self._taken(step, lambda index: self._stored(index, store))
 
@@ -84,6 +85,6 @@ class StepGroups:
             if not store.has(index):
                 return None
             if not self.extra:
-                return True  # how many there are does not depend on what they hold
+                return True  # without extra groups, their number is fixed
             self.preference(store.groups([index])[0])
         return self._known[index]

@@ -1,8 +1,7 @@
 """The embedded experience store: one SQLite file in the run folder, opened by every process of one machine.
 
-Write-ahead logging lets readers go on while a writer commits; `synchronous=FULL` makes every `put` and `commit` survive a power
-cut once it has returned. All rules that must hold under a race (an index is stored once, a group is consumed once) are primary
-keys of the database, not checks in Python.
+Write-ahead logging lets readers continue while a writer commits. With `synchronous=FULL`, every finished `put` and `commit` survives a
+power cut. Rules that must hold under a race (an index is stored once, a group is consumed once) are primary keys of the database.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from agentrl.plugins import parts
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, codec
 
-_APPLICATION_ID = 0x41475258  # "AGRX": tells our files from any other SQLite file
+_APPLICATION_ID = 0x41475258  # "AGRX", distinguishes these files from other SQLite files
 _SCHEMA_VERSION = 1
 _SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, body BLOB NOT NULL)",
-    # No foreign key: after a restore from a checkpoint the checkpoint is right about what was consumed, even if a group is gone.
+    # No foreign key: after a restore, the checkpoint decides what was consumed, even if a group is gone.
     "CREATE TABLE consumed (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT NOT NULL)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
@@ -41,10 +40,10 @@ class SqliteStore:
     """An `ExperienceStore` in one file. Safe for several processes and threads; open it after a fork, never before.
 
     Args:
-        path: the database file; made with its folder when absent.
+        path: the database file; created with its folder if absent.
         busy_timeout_s: longest wait for another process's write before `StoreError`.
 
-    Every method raises `StoreError` when the file is damaged, full, locked for too long or not a store of this version.
+    Every method raises `StoreError` if the file is damaged, full, locked for too long or not a store of this version.
     """
 
     def __init__(self, path: Path | str, *, busy_timeout_s: float = 30.0) -> None:
@@ -62,15 +61,18 @@ class SqliteStore:
             raise
 
     def put(self, group: Group) -> bool:
+        """Stores a group. Returns whether its index was new; an existing group is not replaced."""
         body = compress(codec.to_json(group))
         row = (group.index, group.task_id, time.time(), body)
         with self._transaction() as db:
             return db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?)", row).rowcount == 1
 
     def has(self, index: int) -> bool:
+        """Whether a group is stored."""
         return bool(self._rows("SELECT 1 FROM groups WHERE idx = ?", index))
 
     def take(self, step: int, indices: Sequence[int], *, timeout_s: float) -> tuple[Group, ...]:
+        """Waits until all of these groups are stored and returns them. Raises `TimeoutError`."""
         deadline = time.monotonic() + timeout_s
         pause = _POLL_FIRST_S
         while missing := self._missing(indices):
@@ -84,6 +86,7 @@ class SqliteStore:
         return self.groups(indices)
 
     def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None:
+        """Marks groups as consumed by a step. Raises `StoreError` if one is not stored or was consumed before."""
         with self._transaction() as db:
             if missing := _absent(db, indices):
                 raise StoreError(f"step {step} would consume groups that are not in {self.path}: {_name(missing)}")
@@ -94,6 +97,7 @@ class SqliteStore:
                     raise StoreError(f"step {step} would consume group {index} again: step {earlier} consumed it")
 
     def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
+        """Sets the consumed groups to those of a checkpoint (step -> indices)."""
         step_of: dict[int, int] = {}
         for step, indices in consumed.items():
             for index in indices:
@@ -108,13 +112,15 @@ class SqliteStore:
             )
 
     def consumed(self) -> dict[int, int]:
+        """Consumed groups: index -> step."""
         return dict(self._rows("SELECT idx, step FROM consumed ORDER BY idx"))
 
     def indices(self) -> tuple[int, ...]:
+        """The indices of all stored groups."""
         return tuple(row[0] for row in self._rows("SELECT idx FROM groups ORDER BY idx"))
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """The groups in the order asked for; `StoreError` when one is absent or its bytes are damaged."""
+        """Returns the groups in the given order. Raises `StoreError` if one is absent or damaged."""
         wanted = list(indices)
         bodies: dict[int, bytes] = dict(
             self._rows("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", json.dumps(wanted))
@@ -124,6 +130,7 @@ class SqliteStore:
         return tuple(self._decode(index, bodies[index]) for index in wanted)
 
     def close(self) -> None:
+        """Closes the database."""
         with self._lock:
             self._connection.close()
 
@@ -150,16 +157,16 @@ class SqliteStore:
         db = self._connection
         if (mode := enter_wal(db, timeout_s=self._busy_timeout_s)) != "wal":
             raise StoreError(
-                f"{self.path} lies on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
+                f"{self.path} is on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
             )
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)
         if read_pragma(db, "application_id") != _APPLICATION_ID:
-            raise StoreError(f"{self.path} is an SQLite file, but not an experience store")
+            raise StoreError(f"{self.path} is an SQLite file but not an experience store")
         if (found := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has store schema {found}; this agentrl reads {_SCHEMA_VERSION}\n"
-                "  fix: go on with the agentrl that began this run, or start a new run folder"
+                "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
 
 
@@ -169,13 +176,13 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
-    """The store that a recipe names, as driver and learner open it. Raises `PluginError` for one that is none, `StoreError`."""
+    """Opens the store that a recipe configures, for driver and learner. Raises `PluginError` for an invalid plug-in, or `StoreError`."""
     made: ExperienceStore = parts.make_part(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
     return made
 
 
 def open_sqlite(run_dir: Path, recipe: Recipe) -> SqliteStore:
-    """The store of a run: `experience.sqlite` in its folder."""
+    """Opens the default store: `experience.sqlite` in the run folder."""
     return SqliteStore(run_dir / "experience.sqlite")
 
 
@@ -184,19 +191,19 @@ def _name(indices: Sequence[int]) -> str:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code (the low byte; the rest refines it)."""
+    """SQLite's primary result code, without the extended bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """The one place where a fault of SQLite or of the file system becomes a `StoreError` that names the file and the fix."""
+    """Turns faults of SQLite or the file system into a `StoreError` that names the file and the fix."""
     try:
         yield
     except sqlite3.Error as error:
         advice = {
-            sqlite3.SQLITE_FULL: "the disk is full\n  fix: free space; nothing that was stored is lost, and --resume goes on from here",
-            sqlite3.SQLITE_BUSY: "another process kept it locked for too long\n  fix: end the process that holds it open",
+            sqlite3.SQLITE_FULL: "the disk is full\n  fix: free space, then continue with --resume; nothing that was stored is lost",
+            sqlite3.SQLITE_BUSY: "another process locked it for too long\n  fix: end that process",
             sqlite3.SQLITE_CORRUPT: "the file is damaged\n  fix: restore it from a copy, or start a new run folder",
             sqlite3.SQLITE_NOTADB: "the file is damaged or not a database\n  fix: restore it from a copy, or start a new run folder",
             sqlite3.SQLITE_READONLY: "the file cannot be written\n  fix: check the permissions of the run folder",

@@ -1,9 +1,9 @@
-"""The gate of a run: at the recipe's pace the served version is tried on a suite and compared with the last promoted one.
+"""The gate of a run. At the recipe's intervals, the served version runs a suite and is compared with the last promoted one, its baseline.
 
-    the version serves -> its attempts at every case -> further attempts at cases that look worse -> verdict, durable -> what follows
+    the version serves -> attempts at every case -> more attempts at suspicious cases -> durable verdict -> its consequences
 
-The verdict is the moment at which a version was judged. What follows from it (promotion, or a request to the learner to go back) can
-be done again and is, when the driver died in between. A version without a verdict on its very weights is judged again.
+The consequences (promotion, or a rollback request to the learner) are idempotent, and are repeated if the driver died in between. A version
+without a verdict on exactly its weights is evaluated again.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from agentrl.session import measure
 from agentrl.session.opening import Run
 from agentrl.version import rollback
 
-_SHOWN = 3  # cases named where only the suite as a whole fell
+_SHOWN = 3  # cases shown if only the suite as a whole got worse
 
 
 async def gate_version(run: Run, version: PolicyVersion) -> None:
-    """Judges a version that is due, unless it has been, and does what follows; also what a driver that died has left undone."""
+    """Evaluates a due version, unless it has a verdict, and applies the consequences, also those that an earlier driver left undone."""
     gate, suite = run.recipe.gate, run.suite
-    assert gate is not None and suite is not None, "the checks before the start have opened it"
+    assert gate is not None and suite is not None, "the preflight checks opened the suite"
     verdict = verdict_for(run, version)
     if verdict is None:
         if is_refused(run, version):
@@ -59,7 +59,7 @@ async def gate_version(run: Run, version: PolicyVersion) -> None:
 
 
 def is_refused(run: Run, version: PolicyVersion) -> bool:
-    """Whether a version is undone already, or about to be, so that nothing is left to judge. The last one is judged all the same."""
+    """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
     last = version.number == run.recipe.steps
     return version.state is VersionState.ROLLED_BACK or (
         not last and rollback.pending_request(run.folder / "versions", run.registry) is not None
@@ -67,12 +67,12 @@ def is_refused(run: Run, version: PolicyVersion) -> bool:
 
 
 def due_serving_version(run: Run) -> PolicyVersion | None:
-    """The served version, where the recipe has it judged and it was not retracted."""
+    """The served version, if the gate must evaluate it and it was not retracted."""
     return _due_at(run, run.served.version)
 
 
 def due_versions(run: Run) -> list[PolicyVersion]:
-    """The versions up to the served one that the recipe has judged, the oldest first, from the newest on that has a verdict."""
+    """The versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict."""
     found: list[PolicyVersion] = []
     for number in reversed(range(run.served.version + 1)):
         if (version := _due_at(run, number)) is not None:
@@ -83,16 +83,16 @@ def due_versions(run: Run) -> list[PolicyVersion]:
 
 
 def is_concluded(run: Run) -> bool:
-    """Whether the last version of a run with a gate has been judged, so that nothing is left to be trained."""
+    """Whether the gate has decided about the last version of the run, so that training is finished."""
     last = None if run.recipe.gate is None else run.registry.get(run.recipe.steps)
     return last is not None and verdict_for(run, last) is not None
 
 
 def first_version_to_serve(run: Run) -> PolicyVersion:
-    """The version that a run goes on with: the serving one, else the newest that was not refused.
+    """The version that a run starts with: the serving one, or else the newest that was not rolled back.
 
-    With a gate a promoted version may be older than that: the newest was blocked, and training went on from it; or it was rolled back,
-    and its successor has not served yet.
+    With a gate, promoted versions may be older: the newest was blocked and training continued from it, or it was rolled back and its
+    successor has not served yet.
     """
     newest = version_to_serve(run.registry)
     if run.recipe.gate is not None and not is_concluded(run):
@@ -103,9 +103,9 @@ def first_version_to_serve(run: Run) -> PolicyVersion:
 
 
 def result_version(run: Run) -> PolicyVersion | None:
-    """The version that is the run's result: with a gate the last promoted one, unless it is version 0 again; else the serving one.
+    """The run's result: with a gate the last promoted version, None if its weights equal version 0; otherwise the serving version.
 
-    A way back to version 0 has its hash; or with adapters one of its own, and adds nothing to it.
+    A rollback to version 0 has its hash; with adapters it has its own hash and changes nothing.
     """
     if run.recipe.gate is None:
         return run.registry.get(run.served.version)
@@ -116,7 +116,7 @@ def result_version(run: Run) -> PolicyVersion | None:
 
 
 async def serve_result(run: Run) -> None:
-    """Serves what the run has come to: the last promoted version, where the newest one was not promoted."""
+    """Serves the run's result: the last promoted version, if the newest one was not promoted."""
     promoted = run.registry.latest(VersionState.PROMOTED)
     if promoted is not None and promoted.number != run.served.version:
         run.tracker.alert(f"version {run.served.version} is not promoted; the result of the run is version {promoted.number}")
@@ -124,7 +124,7 @@ async def serve_result(run: Run) -> None:
 
 
 def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
-    """The rule that a recipe's section sets, with the thresholds of the suite's cases."""
+    """The rule that a recipe configures, with the thresholds of the suite's cases."""
     return GateRule(
         repeats=gate.repeats,
         confirm=gate.confirm,
@@ -137,27 +137,27 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
 
 def _due_at(run: Run, number: int) -> PolicyVersion | None:
     gate, version = run.recipe.gate, run.registry.get(number)
-    assert gate is not None, "only a run with a gate judges versions"
+    assert gate is not None, "the run has a gate"
     if version is None or (number == run.served.version and version.sha256 != run.served.sha256):
         return None
     return version if number % gate.every == 0 or number == run.recipe.steps else None
 
 
 def verdict_for(run: Run, version: PolicyVersion) -> GateVerdict | None:
-    """What the gate said of exactly these weights."""
+    """Returns the gate's verdict on exactly these weights, if there is one."""
     found = read_verdict(run.folder, version.number)
     return found if found is not None and found.sha256 == version.sha256 else None
 
 
 async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersion) -> GateVerdict | None:
-    """The verdict, written down with its evaluation; None where the learner took the version back meanwhile."""
+    """Evaluates a version and stores the verdict. Returns None if the learner retracted the version meanwhile."""
     began, rule = time.monotonic(), gate_rule(gate, suite)
     total = sum(case_repeats(case, gate.repeats) for case in suite.cases)
     if run.gate_server is None:
         run.tracker.stage("gate", f"version {version.number}: {len(suite.cases)} cases, {total} attempts")
     broken = await prepare_images([suite], run.sandboxes)
     for (image, _), why in broken.items():
-        run.tracker.alert(f"gate: the cases of image {image} cannot be tried: {why}")
+        run.tracker.alert(f"gate: the cases of image {image} cannot be run: {why}")
     runner, phase = _runner(run), f"gate{version.number:06d}"
     run.capture.reset_phase("gate", step=version.number, place=phase)
     attempt = partial(
@@ -166,7 +166,7 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
         phase=phase,
         version=version.number,
         broken=broken,
-        on_done=run.tracker.evaluating if run.gate_server is None else lambda done, total: None,  # beside others: its stage is theirs
+        on_done=run.tracker.evaluating if run.gate_server is None else lambda done, total: None,  # training shows its own progress
         on_scored=partial(run.capture.capture_episode, phase="gate", step=version.number, place=phase),
     )
     tried = await attempt(suite.cases, lambda case: range(case_repeats(case, gate.repeats)))
@@ -201,7 +201,7 @@ def _verdict(
     judgement: RuleResult | None,
     tried: Sequence[SuiteAttempt],
 ) -> GateVerdict:
-    outcome, reason = GateOutcome.REFERENCE, "there is no promoted version to compare it with"
+    outcome, reason = GateOutcome.REFERENCE, "there is no promoted version to compare with"
     shown: tuple[CaseRegression, ...] = ()
     if judgement is not None:
         assert reference is not None, "a judgement compares with it"
@@ -209,7 +209,7 @@ def _verdict(
         if judgement.blocked:
             shown = _regressions(run, reference, found, judgement, tried)
     elif found.figures().pass_at_1 is None:
-        outcome, reason = GateOutcome.UNJUDGED, "not one attempt was scored"
+        outcome, reason = GateOutcome.UNJUDGED, "no attempt was scored"
     return GateVerdict(
         version=version.number,
         sha256=version.sha256,
@@ -231,47 +231,47 @@ def _outcome(run: Run, gate: GateConfig, judgement: RuleResult) -> tuple[GateOut
             GateOutcome.PROMOTED,
             f"no worse: {100 * judgement.effect:+.1f} points on {judgement.cases} cases (p = {judgement.p_value:.2g})",
         )
-    if not gate.rolls_back or run.registry.get(run.recipe.steps) is not None:  # the learner has ended: nobody would go back
+    if not gate.rolls_back or run.registry.get(run.recipe.steps) is not None:  # the learner has ended and cannot roll back
         return GateOutcome.BLOCKED, judgement.reason
     made = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(run.folder))
     if made >= gate.max_rollbacks:
-        return GateOutcome.BLOCKED, f"{judgement.reason}; {made} rollbacks are made, gate.max_rollbacks allows no more"
+        return GateOutcome.BLOCKED, f"{judgement.reason}; after {made} rollbacks, gate.max_rollbacks allows no more"
     return GateOutcome.ROLLED_BACK, judgement.reason
 
 
 def _follow(run: Run, version: PolicyVersion, verdict: GateVerdict) -> None:
-    """What follows from a verdict. Doing it again changes nothing."""
+    """Applies the consequences of a verdict. Idempotent."""
     if verdict.promoted and not _promoted(run, version):
         return
     if verdict.outcome is GateOutcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
         to = run.registry.get(verdict.reference)
         if to is None or to.state is not VersionState.PROMOTED:
             path = evaluation_folder(run.folder, version.number) / FILE
-            raise StoreError(f"{path} sends the run back to version {verdict.reference}, which was not promoted")
+            raise StoreError(f"{path} rolls the run back to version {verdict.reference}, which was not promoted")
         request = rollback.RollbackRequest(
             version=version.number, sha256=version.sha256, to=to.number, to_sha256=to.sha256, reason=verdict.reason
         )
         rollback.request_rollback(run.folder / "versions", request)
     figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
-    if figure is not None:  # after the promotion: until then the learner keeps the version's checkpoint
+    if figure is not None:  # after the promotion, until which the learner keeps the version's checkpoint
         run.registry.set_evals(version.number, {GATE: figure})
 
 
 def _promoted(run: Run, version: PolicyVersion) -> bool:
-    """Promotes a version; False where the learner, a process of its own, retracted it at the same moment."""
+    """Promotes a version. Returns False if the learner retracted it at the same moment."""
     try:
         run.registry.set_state(version.number, VersionState.PROMOTED, sha256=version.sha256)
     except StoreError:
         current = run.registry.get(version.number)
         if current is not None and current.sha256 == version.sha256 and current.state is not VersionState.ROLLED_BACK:
             raise
-        run.tracker.alert(f"version {version.number} passed the gate and is not promoted: the learner retracted it meanwhile")
+        run.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
         return False
     return True
 
 
 def _runner(run: Run) -> GroupRunner:
-    """What plays the attempts: as evaluations do, and on the gate's own server with a count of its own of episodes at once."""
+    """The runner of the gate's attempts: that of evaluations, or one on the gate's own server with its own concurrency limit."""
     runner = evaluation_runner(run)
     if run.gate_server is None:
         return runner
@@ -281,7 +281,7 @@ def _runner(run: Run) -> GroupRunner:
 
 
 def _reference(run: Run, suite: Suite, candidate: PolicyVersion) -> SuiteResults | None:
-    """The evaluation of the last promoted version that has attempts at unchanged cases, reduced to these attempts."""
+    """The evaluation of the baseline version: the last promoted one with attempts at unchanged cases, reduced to these attempts."""
     keys = {case.id: case.key for case in suite.cases}
     for number in reversed(range(candidate.number)):
         version = run.registry.get(number)
@@ -309,7 +309,7 @@ def _regressions(
 
 
 def _fell(before: Scores, after: Scores) -> list[str]:
-    """The cases whose mean fell, as the rule compares them, in order of the largest drop."""
+    """The cases whose mean score fell, largest drop first."""
     fell = sorted((pair.difference, pair.case) for pair in pair_scores(before, after).pairs)
     return [case for difference, case in fell if difference < 0]
 
@@ -322,10 +322,8 @@ def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None
 
 
 def first_different_turn(before: dict[str, Any], after: dict[str, Any]) -> int | None:
-    """The first turn, counted from 1, in which two episodes in words call different tools or give them other arguments.
-
-    Where their calls are the same to the end, the first in which they say something else; None where they say the same.
-    """
+    """Returns the first turn, counted from 1, in which two transcripts make different tool calls, or else contain different text; None
+    if equal."""
     one, other = _turns(before), _turns(after)
     for part in ("tool_calls", "content"):
         for turn in range(max(len(one), len(other))):
@@ -345,7 +343,7 @@ def _tell(run: Run, verdict: GateVerdict, found: SuiteResults) -> None:
         shown = Rate(value=figures.pass_at_1, ci_low=figures.low, ci_high=figures.high, n=figures.attempts - figures.unscored)
         run.tracker.evaluated(f"gate {verdict.version}", {found.about.suite: shown})
     if not verdict.promoted:
-        turns = "".join(f"; case {one.case} parts from version {verdict.reference} at turn {one.turn}" for one in verdict.regressions)
+        turns = "".join(f"; case {one.case} differs from version {verdict.reference} at turn {one.turn}" for one in verdict.regressions)
         run.tracker.alert(f"version {verdict.version} is {verdict.outcome}: {verdict.reason}{turns}")
 
 

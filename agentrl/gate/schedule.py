@@ -1,4 +1,4 @@
-"""When the gate judges: between two swaps on the policy's servers, or beside the run on the gate's own."""
+"""Schedules the gate: between two swaps on the policy's servers, or concurrently on the gate's own server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _POLL_S = 0.05
 
 @asynccontextmanager
 async def schedule_gate(run: Run) -> AsyncIterator[GateSchedule]:
-    """The judgements of a run. One that fails ends the block.
+    """The gate's schedule of a run. A failing evaluation ends the block.
 
-    Leaving it waits for the judgement in hand, or gives that up where the run is interrupted: the run that goes on makes it again.
+    Leaving the block waits for the running evaluation, or cancels it if the run is interrupted; the resumed run repeats it.
     """
     if run.gate_server is None:
         yield GateSchedule(run, None)
@@ -32,10 +32,10 @@ async def schedule_gate(run: Run) -> AsyncIterator[GateSchedule]:
 
 
 class GateSchedule:
-    """One judgement at a time: `look` after every change of the served version.
+    """Runs one evaluation at a time. Call `look` after every change of the served version.
 
-    Without a server of the gate's own `look` returns when the served version is judged. With one it returns at once, unless the version
-    before it is still being judged.
+    On the policy's servers, `look` returns after the evaluation. On the gate's own server it returns at once, unless the previous version
+    is still being evaluated.
     """
 
     def __init__(self, run: Run, beside: asyncio.TaskGroup | None) -> None:
@@ -44,14 +44,14 @@ class GateSchedule:
         self._seen: set[tuple[int, str]] = set()  # number and sha256 of versions that were judged, or are being judged
 
     async def evaluate_due(self) -> None:
-        """Judges what is due, or begins to."""
+        """Evaluates due versions, or starts to."""
         run = self._run
         if run.recipe.gate is None:
             return
         if run.gate_server is None or self._beside is None:
             await self._between_swaps()
             return
-        # A version that was retracted and made again has, from the same groups, the same weights: whoever serves anew is looked at anew.
+        # A retracted version may be published again with the same weights, so versions that are not served yet are forgotten.
         self._seen = {one for one in self._seen if one[0] < run.served.version}
         while new := [version for version in due_versions(run) if (version.number, version.sha256) not in self._seen]:
             await self._at_rest()
@@ -62,14 +62,14 @@ class GateSchedule:
             self._judgement = self._beside.create_task(self._judge(run.gate_server, new[0]))
 
     async def finish(self) -> None:
-        """Waits for the judgement in hand, and no longer than the run is interrupted."""
+        """Waits for the running evaluation, unless the run is interrupted."""
         if self._judgement is not None and not self._judgement.done():
-            self._run.tracker.stage("gate", "the last judgement, on the gate's own server")
+            self._run.tracker.stage("gate", "the last evaluation, on the gate's own server")
             await self._at_rest()
             self._judgement.cancel()
 
     async def _at_rest(self) -> None:
-        """Returns once nothing is being judged, or the run is interrupted."""
+        """Waits until no evaluation is running or the run is interrupted."""
         while self._judgement is not None and not self._judgement.done() and not self._run.interrupted:
             await asyncio.wait([self._judgement], timeout=_POLL_S)
 
@@ -93,7 +93,7 @@ class GateSchedule:
                 await server.serve(version)
             except StoreError as error:
                 if self._wanted(version):
-                    run.tracker.alert(f"version {version.number} is not judged: {error}")
+                    run.tracker.alert(f"version {version.number} is not evaluated: {error}")
                 return
             except SwapError:
                 if self._wanted(version):
@@ -104,6 +104,7 @@ class GateSchedule:
             await gate_version(run, current)
 
     def _wanted(self, version: PolicyVersion) -> bool:
-        """Whether it is to be judged: neither refused nor retracted. Who has a retracted one's number next is judged when it serves."""
+        """Whether the version must still be evaluated: neither rejected nor retracted. A new version with its number is evaluated when
+        it serves."""
         current = self._run.registry.get(version.number)
         return current is not None and current.sha256 == version.sha256 and not is_refused(self._run, current)

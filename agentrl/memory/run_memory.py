@@ -1,9 +1,8 @@
-"""The memory of a run: which version each group reads, what evaluations read, and who was shown an answer to the very task at hand.
+"""The memory of a run: the version that each group reads, the notes of evaluations, and leaked answers.
 
-Version `v` of the memory is what the episodes wrote from which version `v` of the policy was made: those of all steps before step `v`.
-A group of step `s` may start when version `s - max_staleness` serves, and reads the notes of that version. All of them are in the
-experience store by then, so that version, and with it what every attempt finds, depends on the group's index alone: it is the same
-for all attempts of a group, and for those of a run that was resumed.
+Version `v` of the memory contains the notes of all steps before step `v`, from which version `v` of the policy was trained. A group of step
+`s` may start when version `s - max_staleness` serves, and reads the notes of that version. All of them are in the experience store by then.
+So the notes that an attempt finds depend only on the group's index: they are the same for all attempts of a group and in a resumed run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from agentrl.task.leaks import find_leaks, hidden_truths
 
 NOTES_FILE = "notes.sqlite"
 ANSWERS_FILE = "memory_answers.jsonl"
-"""Of a run folder: the episodes that were shown a note with an answer to their own task."""
+"""File in a run folder: the episodes that were shown a note with the answer to their own task."""
 
 
 class RunMemory:
@@ -42,16 +41,16 @@ class RunMemory:
         self._steps = steps
         self._behind = max_staleness
         self._nothing = NoteStore(None, config)
-        self._store: NoteStore | None = None  # opened when a step begins: an evaluation has none
-        self._version = 0  # of it
+        self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
+        self._version = 0  # of the store
         self._reaching = asyncio.Lock()
 
     def version_of(self, step: int) -> int:
-        """The version that the groups of a step read."""
+        """The memory version that the groups of a step read."""
         return max(0, step - self._behind)
 
     async def prepare_step(self, step: int) -> None:
-        """Brings in the notes that the groups of a step read. Called once the step may begin, when they are in the experience store."""
+        """Commits the notes that the groups of a step read. Call it once the step may start, when they are in the experience store."""
         async with self._reaching:
             wanted = self.version_of(step)
             if self._store is None:
@@ -62,31 +61,33 @@ class RunMemory:
                 self._version += 1
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """What the attempts of a group read. Raises `TaskError` for a task without a scope; outside of groups none is needed: nothing is
-        found there, and nothing kept."""
+        """Returns the memory of a group's attempts; empty and read-only outside of groups. Raises `TaskError` for a task without a
+        scope."""
         if group is None:
             return StoreView(store=self._nothing, scope="none", version=0, task_key=task.key)
         version = self.version_of(self._steps.step_of(group))
         if self._store is None or version > self._version:
-            raise StoreError(f"group {group} would read version {version} of the memory, which is not there yet")
+            raise StoreError(f"group {group} would read version {version} of the memory, which does not exist yet")
         return StoreView.of(self._store, task, version)
 
     def close(self) -> None:
+        """Closes the stores."""
         self._nothing.close()
         if self._store is not None:
             self._store.close()
 
     def _written(self, step: int) -> list[WrittenNotes]:
-        """What the episodes of a step wrote that count. The experience store is asked on this thread, as ever: it may be anybody's."""
+        """The notes that a step's episodes wrote and that count. It runs on this thread, because a user-supplied store may not be
+        thread-safe."""
         indices = self._steps.consumed_indices(step, self._experience)
         if indices is None:
-            raise StoreError(f"the notes of step {step} are not there: some of its groups are not in the experience store")
+            raise StoreError(f"the notes of step {step} are missing: some of its groups are not in the experience store")
         episodes = [one for group in self._experience.groups(indices) for one in group.episodes]
         return notes_to_commit(episodes, min_score=self.config.min_score)
 
 
 class EvaluationNotes:
-    """The notes of one evaluation of one split: nothing at first, then what was written in the parts before. Gone when it ends."""
+    """The notes of one evaluation of one split: empty at first, then the notes of earlier rounds. Deleted at its end."""
 
     def __init__(self, config: MemoryConfig) -> None:
         self._config = config
@@ -94,28 +95,30 @@ class EvaluationNotes:
         self._part = 0
 
     def rounds(self, count: int) -> list[range]:
-        """So many tasks as parts that are played one after the other; there may be fewer than `heldout_rounds`, as there are tasks."""
+        """Splits `count` tasks into at most `heldout_rounds` consecutive rounds."""
         parts = min(self._config.heldout_rounds, count)
         return [range(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
     def view(self, task: Task, group: int | None) -> StoreView:
+        """Returns the memory of a task's attempts."""
         return StoreView.of(self._store, task, self._part)
 
     def end_round(self, scored: Sequence[ScoredEpisode]) -> None:
-        """Ends a part."""
+        """Ends a round and commits its notes."""
         self._store.commit(self._part, notes_to_commit(scored, min_score=self._config.min_score))
         self._part += 1
 
     def close(self) -> None:
+        """Deletes the notes."""
         self._store.close()
 
 
 class ReplayedMemory:
-    """The memory of an episode that is played again: each call is answered as it was, and nothing is written. Its own `MemoryView`.
+    """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. It is its own `MemoryView`.
 
     Args:
-        memo: of the episode that is played again.
-        turns: its turns, whose calls will be made.
+        memo: of the recorded episode.
+        turns: the recorded turns, whose calls will be repeated.
     """
 
     def __init__(self, memo: Memo, turns: Sequence[Turn]) -> None:
@@ -124,37 +127,40 @@ class ReplayedMemory:
         self._left = [(call, result) for call, result in made if call.name in (NOTE, RECALL)]
 
     def begin(self, memo: Memo | None = None) -> ReplayedMemory:
+        """Returns itself."""
         return self
 
     def note(self, text: str) -> tuple[bool, str]:
+        """Returns the recorded answer to a note."""
         return self._answer(NOTE, "text", text)
 
     def recall(self, query: str) -> tuple[bool, str]:
+        """Returns the recorded answer to a query."""
         return self._answer(RECALL, "query", query)
 
     def _answer(self, name: str, key: str, value: str) -> tuple[bool, str]:
-        """What the first such call was answered that was not played yet; of one that there is not, what nobody was ever told."""
+        """The recorded answer of the first matching call that was not replayed yet; an error if there is none."""
         for number, (call, result) in enumerate(self._left):
             if call.name == name and call.arguments.get(key, "") == value:
                 del self._left[number]
                 return result.ok, result.output.removeprefix(f"error: {name}: ") if not result.ok else result.output
-        return False, "this call was not made"
+        return False, "this call was not recorded"
 
 
 def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, steps: StepGroups) -> RunMemory | None:
-    """The memory of a run; None where the recipe has none."""
+    """Opens the memory of a run; None if the recipe has none."""
     if recipe.memory is None:
         return None
     return RunMemory(recipe.memory, folder, experience, steps, max_staleness=recipe.max_staleness)
 
 
 def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:
-    """What tells an agent of the memory's tools before there is an episode; None where the recipe has none."""
+    """Returns a memory without notes, whose tools are the recipe's, for checks without an episode; None if the recipe has no memory."""
     return None if recipe.memory is None else EmptyMemory(Memo(scope="-"))
 
 
 def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's episodes that count did with the memory; nothing where there is none."""
+    """Returns the memory metrics of a step's counted episodes; empty without memory."""
     memos = [one.episode.memory for group in groups for one in group.scored if one.episode.memory is not None]
     if not memos:
         return {}
@@ -165,7 +171,7 @@ def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
-    """How an episode was shown an answer to its own task in other episodes' notes, as far as the words tell; empty where it was not."""
+    """Returns how other episodes' notes showed an episode the answer to its own task, as far as text matching finds it."""
     memo = scored.episode.memory
     if memo is None or not memo.read:
         return []
@@ -175,9 +181,9 @@ def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
 
 
 def record_answer_leaks(folder: Path, task: Task, scored: Sequence[ScoredEpisode], *, phase: str, step: int) -> str:
-    """Writes down which episodes were shown an answer to their task; what a person is told of it, empty where none was.
+    """Records which episodes were shown the answer to their task. Returns an alert, or "".
 
-    What goes wrong with looking is logged and told, and costs the run nothing else.
+    An error in the search becomes an alert.
     """
     try:
         lines = [
@@ -187,9 +193,9 @@ def record_answer_leaks(folder: Path, task: Task, scored: Sequence[ScoredEpisode
         ]
         if lines:
             append_lines(folder / ANSWERS_FILE, map(json_line, lines))
-    except Exception as error:  # a task's truth is its family's, and the disk may be full
-        user_code.log_unexpected("looking for answers in notes", error)
-        return f"memory: whether attempts at {task.id} were shown its answer is not known: {one_line_error(error)}"
+    except Exception as error:  # the task's truth is user-supplied, and the disk may be full
+        user_code.log_unexpected("searching notes for answers", error)
+        return f"memory: could not check whether attempts at {task.id} were shown its answer: {one_line_error(error)}"
     if not lines:
         return ""
-    return f"memory: {len(lines)} of {len(scored)} attempts at {task.id} were shown words with its answer; {ANSWERS_FILE} has them"
+    return f"memory: {len(lines)} of {len(scored)} attempts at {task.id} were shown notes with its answer, see {ANSWERS_FILE}"

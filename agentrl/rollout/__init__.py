@@ -1,6 +1,7 @@
-"""Rollouts: the life of an episode, whoever acts in it, and groups of such episodes.
+"""Runs episodes and groups of episodes.
 
-`EpisodeRunner` runs one attempt of an `agentrl.protocols.Agent`, `GroupRunner` retries and groups, `Admission` says when one may begin.
+`EpisodeRunner` runs one attempt of an `agentrl.protocols.Agent`, `GroupRunner` retries attempts and groups them, `Admission` limits how
+many run at once.
 """
 
 from agentrl.rollout.active import CaptureState, TurnListener

@@ -1,4 +1,4 @@
-"""One running episode: its trajectories, its sandbox, what it has spent, and its state between two turns."""
+"""One running episode: its trajectories, its sandbox, the time and tokens spent, and its state between two turns."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from agentrl.rollout.thinking import sample_turn, thinking_bound
 log = logging.getLogger(__name__)
 
 CaptureState = Callable[[], Awaitable[EpisodeState | None]]
-"""The state of an episode that stands between two turns; None when its working directory, or what its tools keep, is too large."""
+"""Returns the state of an episode between two turns; None if its working directory or its tools' state is too large."""
 
 TurnListener = Callable[[int, CaptureState], Awaitable[None]]
-"""Told, at each boundary of two turns, how many turns there are, and how to capture the state; the episode waits meanwhile."""
+"""Called between two turns with the number of turns and a function that captures the state. The episode waits for it."""
 
 MAX_TOOL_FAILURES = 16
-"""Failures of tools that an episode's record holds: the first ones."""
+"""Tool failures that an episode records; later ones are dropped."""
 
 AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 class ActiveTrajectory:
-    """A `LiveTrajectory`: the turns so far, and the tokens that the next one begins with."""
+    """A `LiveTrajectory`: the turns so far, and the tokens that start the next one."""
 
     def __init__(self, life: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
         self.index = index
@@ -57,25 +57,29 @@ class ActiveTrajectory:
         self.turns = list(begun.turns)
         self.stop_reason = begun.stop_reason
         self.prompt_ids = prompt_ids
-        self.sampling = False  # a turn has begun, and is not recorded yet
+        self.sampling = False  # a turn has started and is not recorded yet
         self._life = life
         self._begun = begun
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s = 0.0
-        self._computed = 0  # tokens that the server has computed in this run of the episode
+        self._computed = 0  # tokens that the server has already computed for this trajectory
 
     @property
     def tokens(self) -> int:
+        """Tokens of the context so far."""
         return len(self._context) + len(self.prompt_ids)
 
     @property
     def agent(self) -> str:
+        """The agent's name."""
         return self._begun.agent
 
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
+        """Sets the agent's name and the prompt of the record."""
         self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
 
     def limit(self) -> str:
+        """The stop reason of the limit that forbids another turn; empty if none does."""
         if self._life.turns_begun >= self._life.task.limits.turns:
             return "turn_limit"
         if self._life.out_of_time:
@@ -83,20 +87,21 @@ class ActiveTrajectory:
         return "" if self._budget() > 0 else "token_limit"
 
     def _budget(self) -> int:
-        """Tokens that the next completion may have; none or fewer: it does not fit."""
+        """Tokens that the next completion may have; 0 or less if none fits."""
         limits, room = self._life.task.limits, self._life.room
         left = room - self.tokens
-        if limits.all_tokens is not None:  # agents that sample side by side are counted when they have
+        if limits.all_tokens is not None:  # concurrent turns count once they are recorded
             room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._life.tokens)
         budget = min(limits.turn_tokens, left)
         if budget <= 0 and not self._life.turns_begun:
             raise TaskError(
-                f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, and with an answer no more than {room} fit",
+                f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}",
                 fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
             )
         return budget
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens to the prompt of the next turn."""
         self.prompt_ids = (*self.prompt_ids, *token_ids)
 
     async def sample(
@@ -108,6 +113,7 @@ class ActiveTrajectory:
         stop: Sequence[str] = (),
         constraint: str = "",
     ) -> Completion:
+        """Samples the next turn, within all limits."""
         forbids = "a turn is being sampled" if self.sampling else self.stop_reason or self.limit()
         if forbids == WALL_LIMIT and not self.stop_reason:
             raise OutOfTime("the episode's time has ended")
@@ -125,7 +131,7 @@ class ActiveTrajectory:
             completion = await sample_turn([*self._context, *self.prompt_ids], budget, ask, thinking_bound(self._life.task, thinking))
         except RequestRefused as error:
             self.sampling = False
-            if not self._life.turn_count:  # none of its text is the policy's
+            if not self._life.turn_count:  # the context contains no text of the policy
                 raise
             raise PolicyFault(f"the server refuses a context that contains the policy's text: {error}") from error
         except BaseException:
@@ -136,6 +142,7 @@ class ActiveTrajectory:
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
+        """Records the sampled turn."""
         turn = Turn(
             prompt_ids=self.prompt_ids,
             completion_ids=completion.token_ids,
@@ -152,18 +159,20 @@ class ActiveTrajectory:
         self.prompt_ids, self.sampling, self._generate_s = (), False, 0.0
 
     def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
+        """Adds the tool results of the last turn."""
         self.turns[-1] = replace(self.turns[-1], tool_results=tuple(results), tool_s=wall_s)
 
     def end(self, stop_reason: str) -> None:
-        self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # what no turn will read costs nothing
+        """Ends the trajectory."""
+        self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # a prompt that no turn reads does not count
 
     def record(self, stop_reason: str = "") -> Trajectory:
-        """As it is now; one that goes on gets this reason."""
+        """Returns the trajectory as it is now. An open one gets this stop reason."""
         return replace(self._begun, turns=tuple(self.turns), stop_reason=self.stop_reason or stop_reason)
 
 
 class ActiveEpisode:
-    """A `LiveEpisode`: one attempt, from its first turn or from a state, until `close`."""
+    """A `LiveEpisode`: one attempt, from its first turn or a state, until `close`."""
 
     def __init__(
         self,
@@ -191,10 +200,10 @@ class ActiveEpisode:
         self.stage = "episode"
         self.agent_state: Mapping[str, Any] = {} if start is None else start.agent_state
         self.room = min(task.limits.episode_tokens, max_model_len)  # tokens of one trajectory
-        self.failures: list[Failure] = []  # of tools, at what the agent asked of them
-        self.spent_s = 0.0  # elsewhere, before this run of the episode
-        self.sandbox_s = 0.0  # opening, writing and executing
-        self.program_s = 0.0  # what the agent called
+        self.failures: list[Failure] = []  # of tools that the agent called
+        self.spent_s = 0.0  # before this process continued the episode
+        self.sandbox_s = 0.0  # seconds for opening, writing and executing
+        self.program_s = 0.0  # seconds in programs that the agent called
         self._attempt = attempt
         self.sandboxes = sandboxes
         self._sampling = sampling
@@ -209,16 +218,16 @@ class ActiveEpisode:
         self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
         self._place = EpisodeSandbox(self, None if start is None else start.snapshot)
-        self._places: set[EpisodeSandbox] = set()  # of agents that work apart
-        self._running, self._since = 0, 0.0  # calls in progress, and since when there are any
-        self._output_chars = 0  # shown by tools
+        self._places: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
+        self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
+        self._output_chars = 0  # characters of tool output so far
         self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
             self._go_on_from(start)
         self._started = loop_time() - self.spent_s
 
     def _go_on_from(self, start: EpisodeState) -> None:
-        """As itself, or under another id as a branch, which inherits every turn."""
+        """Continues the state's episode, or inherits all of its turns as a branch with another id."""
         continued = self.id == start.episode_id
         self._trajectories = [
             ActiveTrajectory(self, index, begun if continued else _inherited(begun, start.episode_id), prompt_ids)
@@ -226,32 +235,36 @@ class ActiveEpisode:
         ]
         self._output_chars = start.output_chars
         self.spent_s, self.sandbox_s, self.program_s = start.wall_s, start.sandbox_s, start.program_s
-        self.failures = list(start.failures) if continued else []  # those of inherited turns are another's
+        self.failures = list(start.failures) if continued else []  # failures in inherited turns belong to the stem
 
     @property
     def trajectories(self) -> Sequence[ActiveTrajectory]:
+        """All trajectories, the main one first."""
         return tuple(self._trajectories)
 
     @property
     def tokens(self) -> int:
-        """Of all trajectories, those that wait for the next turn included."""
+        """Tokens of all trajectories, including prompts of turns that have not started."""
         return sum(trajectory.tokens for trajectory in self._trajectories)
 
     @property
     def turn_count(self) -> int:
+        """Finished turns of all trajectories."""
         return sum(len(trajectory.turns) for trajectory in self._trajectories)
 
     @property
     def memo(self) -> Memo | None:
+        """What the episode read from and wrote to its memory; None without memory."""
         return None if self.memory is None else self.memory.memo
 
     @property
     def turns_begun(self) -> int:
-        """The turns so far, those that are being sampled included."""
+        """Turns so far, including those being sampled."""
         return self.turn_count + sum(trajectory.sampling for trajectory in self._trajectories)
 
     @property
     def wall_s(self) -> float:
+        """Seconds spent so far, including earlier processes."""
         return loop_time() - self._started
 
     @property
@@ -260,31 +273,33 @@ class ActiveEpisode:
         return self.requests.out_of_time
 
     def timeout_failure(self) -> Failure | None:
-        """The failure of this episode at the end of its time, with the blame of `agentrl.rollout.pace.blame_for_timeout`."""
+        """Returns the failure of an episode without time left; `agentrl.rollout.pace` decides the blame."""
         return self.requests.timeout_failure(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
     def untouched(self) -> bool:
-        """Whether its sandbox was never opened, so that the files are the task's."""
+        """Whether the sandbox was never opened, so that its files are the task's."""
         return self._place.untouched
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
+        """Opens another trajectory."""
         begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
         check_tree((*self.record(), begun))
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]
 
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
+        """Returns the records of all trajectories; open ones get this stop reason."""
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
     def cancellation_record(self, reason: str) -> Cancelled:
-        """What it had come to when its group went on without it."""
+        """Returns the record of an attempt that its group cancels."""
         own = [turn for line in self.record() for turn in line.own_turns]
         tokens = sum(turn.sampled for turn in own)
         return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
 
     def check_result(self, stop_reason: str) -> str:
-        """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""
+        """Checks what the agent returned. Raises `ValueError` if the stop reason or the answer cannot be recorded."""
         if not isinstance(self.answer, str | None):
             kind, self.answer = type(self.answer).__name__, None
             raise ValueError(f"the agent's answer must be text, got {kind}")
@@ -302,7 +317,8 @@ class ActiveEpisode:
         number: int,
         reads: int = 0,
     ) -> Completion:
-        """Raises as `EpisodeRequests.sample` does. `part`: of a turn whose thinking is bounded."""
+        """Samples a part of a turn. `part`: suffix of the request id of the part after a bound on thinking. Raises like
+        `EpisodeRequests.sample`."""
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
@@ -314,25 +330,26 @@ class ActiveEpisode:
             reads=0 if part else reads,
         )
         if sampling.supports and (made.supports is None or not all(made.supports.rows)):
-            raise ServingError(
-                "the policy answered without the support of every token, and without them the learner would score them wrongly"
-            )
+            raise ServingError("the policy did not return the support of every token, without which the learner would score them wrongly")
         return made
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
+        """Times a request that the agent sends itself."""
         self.stage = "generate"
         return self.requests.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
-        """It holds the task's files, or what the working directory held when the state was captured that the episode began from."""
+        """Returns the sandbox, opened at the first call with the task's files or the working directory of the start state."""
         return await self._place.sandbox()
 
     @property
     def sandbox_opened(self) -> bool:
+        """Whether the sandbox was opened."""
         return self._place.opened
 
     @property
     def sandbox_lost(self) -> bool:
+        """Whether a tool call was cut short in the sandbox, so that its files are undefined."""
         return self._place.lost
 
     @sandbox_lost.setter
@@ -340,13 +357,16 @@ class ActiveEpisode:
         self._place.lost = lost
 
     async def working_copy(self) -> bytes | None:
+        """Returns a snapshot of the working directory."""
         return await self._place.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+        """Opens a sub-episode with its own sandbox."""
         return open_sub_episode(self, copy, self._places)
 
     @contextmanager
     def running(self, sandbox: Sandbox | None) -> Iterator[None]:
+        """Counts the time of a tool call."""
         self.stage = "tool" if sandbox is None else "sandbox"
         started, self._running = loop_time(), self._running + 1
         if self._running == 1:
@@ -357,10 +377,11 @@ class ActiveEpisode:
             self._running -= 1
             ended = loop_time()
             self.sandbox_s += 0.0 if sandbox is None else ended - started
-            if self._running == 0:  # time counts once, however many calls it went by with
+            if self._running == 0:  # time with several concurrent calls counts once
                 self.program_s += ended - self._since
 
     def clip_output(self, output: str) -> str:
+        """Cuts tool output to the episode's remaining budget."""
         left = self.task.limits.all_output_chars - self._output_chars
         self._output_chars += min(len(output), left)
         if len(output) <= left:
@@ -371,10 +392,12 @@ class ActiveEpisode:
         return f"{head}\n... {len(output) - left} characters cut: this episode's output is used up ...\n{tail}"
 
     def add_failure(self, failure: Failure) -> None:
+        """Records a failure of a tool."""
         if len(self.failures) < MAX_TOOL_FAILURES:
             self.failures.append(failure)
 
     async def boundary(self, agent_state: AgentState) -> None:
+        """Marks the boundary between two turns, where the state can be captured."""
         if self._on_turn is not None:
             self.stage = "turn"
             await self._on_turn(self.turn_count, lambda: self._capture(agent_state))
@@ -383,7 +406,7 @@ class ActiveEpisode:
         wall_s, started = self.wall_s, loop_time()
         try:
             if self._places:
-                raise ValueError("an agent is at work in a sandbox of its own")
+                raise ValueError("a sub-agent is running in its own sandbox")
             kept = await agent_state()
             started = loop_time()
             return EpisodeState(
@@ -410,7 +433,7 @@ class ActiveEpisode:
             self.sandbox_s += loop_time() - started
 
     async def close(self) -> None:
-        """Ends every sandbox of the episode, and lets none be opened any more."""
+        """Closes all sandboxes of the episode. None can be opened afterwards."""
         async with AsyncExitStack() as stack:
             for place in (self._place, *self._places):
                 stack.push_async_callback(place.close)
@@ -418,10 +441,10 @@ class ActiveEpisode:
 
 def _checked(stop_reason: str) -> str:
     if not Trajectory(agent="main", turns=(), stop_reason=stop_reason).stop_reason:
-        raise ValueError("a trajectory that ends has a stop reason")
+        raise ValueError("the stop reason of an ended trajectory must not be empty")
     return stop_reason
 
 
 def _inherited(begun: Trajectory, by: str) -> Trajectory:
-    """A trajectory whose turns were all sampled by others: by `by`, but for those that it had inherited itself."""
+    """The trajectory with all of its turns marked as sampled by episode `by`, except those that it already inherited."""
     return replace(begun, inherited=(*begun.inherited, *(by,) * len(begun.own_turns)))

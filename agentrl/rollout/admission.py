@@ -1,7 +1,7 @@
-"""Which episodes may begin: a bound on those in flight, and none more than the servers' key/value caches have room for.
+"""Limits how many episodes run at once, by number and by the use of the servers' key/value caches.
 
-A server whose cache is full throws running requests out and computes their contexts again later, so that more episodes at once make
-all of them slower. What an episode will take is not known when it begins; what those in flight take on average is.
+A server with a full cache evicts running requests and later recomputes their contexts, so too many episodes at once slow down all of them.
+The cache use of a new episode is unknown; it is estimated by the average of the episodes in flight.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from agentrl.protocols import CacheUse
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often whoever is next looks for a new reading."""
+"""Seconds between two checks of the cache use."""
 
 
 class Admission:
-    """An asynchronous context manager around each episode: entered when it may begin.
+    """An asynchronous context manager around each episode. Entering waits until the episode may start.
 
-    Between two readings of the cache's use u, with n episodes in flight, at most n (full - u) / u more begin: as many as would fill it up
-    to `full` if each took what the others take. With several caches the u's add up, and so does their room: what one is beyond `full`
-    takes none from another, where new episodes are sent then. One may always run. Without readings the bound on those in flight is all
-    there is. Episodes begin in the order in which they came.
+    Between two readings of the cache use u, with n episodes in flight, at most n (full - u) / u more may start: as many as would fill the
+    cache up to `full` at the average use. With several caches, both the u's and the free shares add up; a cache beyond `full` has no free
+    share. One episode may always run. Without readings, only `most` limits the episodes. Episodes start in the order in which they arrive.
 
     Args:
-        most: episodes in flight at once.
-        use: the newest reading; None while there is none, as while the server starts.
-        full: share of each cache that is to be in use; with 1 nothing is held back.
+        most: maximum episodes in flight.
+        use: returns the newest reading, or None before the first.
+        full: share of each cache that may be in use; 1 disables this limit.
     """
 
     def __init__(self, most: int, *, use: Callable[[], CacheUse | None] = lambda: None, full: float = 1.0) -> None:
         self.in_flight = 0
-        self.held = 0  # episodes that waited for the cache
+        self.held = 0  # episodes that had to wait for the cache
         self._most = most
         self._slots = asyncio.Semaphore(most)
         self._next = asyncio.Lock()
@@ -62,18 +61,18 @@ class Admission:
             return
         self.held += 1
         if self.held == 1:
-            log.info("the server's key/value cache is %.0f%% in use: new episodes wait for those in flight", 100 * self._full)
+            log.info("the server's key/value cache is %.0f%% in use: new episodes wait until others end", 100 * self._full)
         while not self._fits():
             await asyncio.sleep(POLL_S)
 
     def _fits(self) -> bool:
-        """Whether one more may begin now; if so, it is counted."""
+        """Returns whether one more episode may start now, and counts it if so."""
         use = self._use()
         taken = 0.0 if use is None else sum(use.shares)
         if use is None or taken <= 0 or self.in_flight == 0:
             return True
         if use.reading != self._reading:
             room = self.in_flight * sum(max(0.0, self._full - share) for share in use.shares) / taken
-            self._reading, self._room = use.reading, int(min(room, self._most))  # next to nothing in use is room for everybody
+            self._reading, self._room = use.reading, int(min(room, self._most))  # `room` is huge if hardly anything is in use
         self._room -= 1
         return self._room >= 0

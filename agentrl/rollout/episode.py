@@ -1,4 +1,4 @@
-"""The life of an episode, from its first turn to its record: limits, outputs, and who is to blame for what. What acts is an `Agent`."""
+"""Runs one episode, from its first turn to its record: limits, outputs, and the blame for what fails."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from agentrl.rollout.requests import WALL_LIMIT
 from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
 
 RequestRouter = Callable[[str, str], AbstractContextManager[object]]
-"""Around the requests of an episode, by its id and its task's key: whoever spreads them over several servers hears of its end."""
+"""Enters a context around the requests of an episode, given its id and its task's key. A router over several servers learns its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes of any task with one policy and one agent. Holds no state of an episode; safe to run many at once."""
+    """Runs episodes of any task with one policy and one agent. It holds no state of an episode, so many may run at once."""
 
     agent: Agent
     policy: Policy
@@ -38,7 +38,7 @@ class EpisodeRunner:
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
     router: RequestRouter = lambda episode_id, task_key: nullcontext()
-    pace: Pace = field(default_factory=Pace)  # of the policy's server, so far in this run
+    pace: Pace = field(default_factory=Pace)  # history of the policy's server in this run
 
     async def run(
         self,
@@ -51,19 +51,19 @@ class EpisodeRunner:
         memory: MemoryView | None = None,
         on_begin: Callable[[ActiveEpisode], None] = lambda life: None,
     ) -> Episode:
-        """One attempt. Whatever is broken on the way ends as a `Failure` in the episode, never as an exception or a score.
+        """Runs one attempt. Anything that breaks becomes a `Failure` in the episode, never an exception or a score.
 
         Args:
-            start: where to go on from instead of beginning. Its turns are kept as they are: no token of them is sampled or tokenized
-                again, no tool call made again, and the sandbox is opened from its snapshot. Under its own id an episode is
-                continued; under another it is a branch, whose turns so far are inherited (see `agentrl.objective.branches`).
-            on_turn: called after every turn that another may follow.
-            memory: what it reads of earlier episodes' notes; None: it has no memory. What it writes is in its record alone.
-            on_begin: given the running episode, for whoever may cancel it and wants to know what it came to.
+            start: state to continue from. Its turns are kept: none of their tokens is sampled or tokenized again, no tool call is repeated,
+                and the sandbox is opened from the snapshot. With the id of `start` the episode is continued; with another id it is a branch
+                that inherits the turns (see `agentrl.objective.branches`).
+            on_turn: called after every turn except the last.
+            memory: earlier episodes' notes that it may read; None disables memory. Notes that it writes are only in its record.
+            on_begin: called with the running episode, so that a caller that cancels it can read its progress.
 
         Raises:
-            SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
-            ValueError: `start` is the state of another task.
+            SandboxUnavailable: this machine cannot open any sandbox of this kind.
+            ValueError: `start` belongs to another task.
         """
         if start is not None and start.task_key != task.key:
             raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
@@ -105,7 +105,7 @@ class EpisodeRunner:
         )
 
     async def _attempt(self, life: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
-        """The agent's turns and the outputs, within the episode's time: stop reason, outputs, and what was broken."""
+        """Runs the agent and collects the outputs within the episode's time. Returns stop reason, outputs and failures."""
         limit_s = life.task.limits.wall_s
         nothing, since = CollectedOutputs(files={}), user_code.cancellation_count()
         wall = asyncio.timeout(max(0.0, limit_s - life.spent_s))
@@ -125,7 +125,7 @@ class EpisodeRunner:
             return "failed", nothing, (failure_from_error(error, stage=life.stage, turn=life.turn_count),)
 
     async def _act(self, life: ActiveEpisode, limit_s: float) -> str:
-        """What the agent gives: somebody's code, which may mind no cancellation. The wall is its bound, and the earlier one of both."""
+        """Runs the user-supplied agent. It may ignore cancellation, so its call has a deadline, after which it is abandoned."""
         grace_s = life.task.limits.tool_timeout_s + user_code.GRACE_S  # an agent closes its tools
         return await user_code.call_user_code(
             lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s, within=life.requests.stalls
@@ -133,14 +133,14 @@ class EpisodeRunner:
 
 
 def _out_of_time(life: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
-    """The end of an episode that runs out of time: it has no outputs, and its turns count if the policy is to blame."""
+    """The end of an episode without time left: no outputs, and no failure if the policy's programs used the time."""
     failure = life.timeout_failure()
     return WALL_LIMIT, CollectedOutputs(files={}), () if failure is None else (failure,)
 
 
 async def _collect(life: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Failure, ...]]:
-    """The declared outputs, after the agent's last action; what it made impossible to take is its own failure, and scored."""
-    if life.untouched:  # nothing ran, so the files are what they were
+    """Collects the declared outputs after the agent's last action. Outputs that the agent made unreadable are the policy's failure."""
+    if life.untouched:  # nothing ran, so the files are the task's
         return CollectedOutputs(files=select_files(task_files(life.task), life.task.outputs)), ()
     sandbox = await life.sandbox()
     started = time.monotonic()

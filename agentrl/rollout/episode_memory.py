@@ -1,4 +1,4 @@
-"""Which memory an episode has: that of its run, as it was where the episode goes on from."""
+"""Chooses the memory of an episode."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from agentrl.records.memo import Memo
 
 
 class EmptyMemory:
-    """An `EpisodeMemory` in which nothing is found, and nothing kept: of an episode that goes on from one with a memory, where there is
-    none. Its context tells of the tools."""
+    """An `EpisodeMemory` without notes, for an episode that continues one with a memory in a run without: its context describes the
+    tools."""
 
     def __init__(self, memo: Memo) -> None:
         self._memo = memo
 
     @property
     def memo(self) -> Memo:
+        """The notes of the state that it started from."""
         return self._memo
 
     def note(self, text: str) -> tuple[bool, str]:
+        """Accepts a note and drops it."""
         return True, "noted"
 
     def recall(self, query: str) -> tuple[bool, str]:
+        """Finds no notes."""
         return True, "no notes"
 
 
 def episode_memory(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:
-    """The memory of an episode. One that goes on from a state has one where that had one, whatever the recipe says now."""
+    """Returns the memory of an episode. An episode that continues a state has one exactly if that state had one."""
     if start is None:
         return None if view is None else view.begin()
     if start.memory is None:

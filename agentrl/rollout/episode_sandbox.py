@@ -1,4 +1,4 @@
-"""A sandbox of one episode: opened at the first need, from the task's files or from a snapshot, and closed once."""
+"""A sandbox of one episode: opened on first use, from the task's files or a snapshot, and closed once."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ if TYPE_CHECKING:
 
 
 CLOSE_S = 60.0
-"""How long a sandbox may take to close; after that its backend ends it when the run does."""
+"""Seconds that a sandbox may take to close. After that, its backend ends it with the run."""
 
 
 class EpisodeSandbox:
-    """Where one or several agents of an episode work. Many episodes of a weak policy never open it.
+    """The sandbox that one or several agents of an episode share. Many episodes of a weak policy never open it.
 
     Args:
-        life: of the episode, whose time it counts in.
-        snapshot: what the working directory holds at first; None: the task's files.
+        life: the episode, which its time counts for.
+        snapshot: initial content of the working directory; None means the task's files.
     """
 
     def __init__(self, life: ActiveEpisode, snapshot: bytes | None = None) -> None:
-        self.lost = False  # a tool was cut short in it: its files mean nothing any more
+        self.lost = False  # a tool call was cut short in it, so its files are undefined
         self._life = life
         self._snapshot = snapshot
         self._sandbox: Sandbox | None = None
-        self._opening = asyncio.Lock()  # agents that work side by side share it
+        self._opening = asyncio.Lock()  # concurrent agents share the sandbox
         self._over, self._closed = False, False
 
     @property
     def opened(self) -> bool:
+        """Whether it was opened."""
         return self._sandbox is not None
 
     @property
     def untouched(self) -> bool:
-        """Whether its files are the task's, since nothing ever ran in it."""
+        """Whether nothing ever ran in it, so that its files are the task's."""
         return self._sandbox is None and self._snapshot is None
 
     async def sandbox(self) -> Sandbox:
-        """Raises `SandboxError`, also once it is closed, and `TaskError` when the task's cannot be made."""
+        """Returns the sandbox. Raises `SandboxError`, also after `close`, and `TaskError` if the task's sandbox cannot be created."""
         async with self._opening:
             return self._sandbox or await self._open()
 
     async def snapshot(self) -> bytes | None:
-        """What the working directory holds; None: what the task's begins with. Raises as `Sandbox.snapshot` does."""
+        """Returns the content of the working directory; None means the task's initial files. Raises like `Sandbox.snapshot`."""
         return self._snapshot if self._sandbox is None else await self._sandbox.snapshot()
 
     async def working_copy(self) -> bytes | None:
@@ -65,30 +66,30 @@ class EpisodeSandbox:
 
     async def _open(self) -> Sandbox:
         if self._over:
-            raise SandboxError("the episode is over, or that part of it that this sandbox was for")
+            raise SandboxError("the episode, or the sub-agent that used this sandbox, has ended")
         life = self._life
         life.stage = "sandbox"
         task, started = life.task, time.monotonic()
         files = task_files(task) if self._snapshot is None else None
         try:
             sandbox = await life.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=life.open_timeout_s)
-        except (SandboxUnavailable, UnicodeError):  # the files' names and texts have been looked at
+        except (SandboxUnavailable, UnicodeError):  # `contents` has checked the files' names and texts
             raise
-        except UserError as error:  # an image that cannot be made
+        except UserError as error:  # an image that cannot be built
             raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error
         except ValueError as error:
             if self._snapshot is not None:
-                raise SandboxError(f"the snapshot was refused: {error}") from error
-            message = f"task {task.id!r}: its files do not go into its sandbox: {error}"
+                raise SandboxError(f"the backend rejected the snapshot: {error}") from error
+            message = f"task {task.id!r}: its files do not fit into its sandbox: {error}"
             raise TaskError(message, fix="raise sandbox.disk_mb") from error
         self._sandbox = sandbox
         life.sandbox_s += time.monotonic() - started
-        if self._over:  # closed meanwhile, around an agent that does not mind that it was cancelled
+        if self._over:  # closed meanwhile, because an agent ignored its cancellation
             await self._end(sandbox)
         return sandbox
 
     async def close(self) -> None:
-        """Ends the sandbox, and opens none from now on. What goes wrong here takes nothing from the episode, which has what it needs."""
+        """Closes the sandbox; none is opened afterwards. An error here is logged and does not affect the episode."""
         self._over = True
         if self._sandbox is not None and not self._closed:
             await self._end(self._sandbox)
@@ -106,7 +107,7 @@ class EpisodeSandbox:
 
 
 def task_files(task: Task) -> dict[str, bytes]:
-    """The task's files. Raises `TaskError` for names and texts that cannot be written."""
+    """Returns the task's files. Raises `TaskError` for names and texts that cannot be written."""
     try:
         files = task.contents()
         for path in files:

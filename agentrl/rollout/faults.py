@@ -1,4 +1,4 @@
-"""An exception becomes a `Failure`, with the blame decided once: here."""
+"""Turns exceptions into `Failure` records and decides the blame."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from agentrl.records import Blame, Failure
 
 
 def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
-    """A broken task: trying again would not help."""
+    """Returns the failure of a broken task. A retry would not help."""
     return Failure(stage="task", blame=Blame.TASK, kind=_kind(error), message=_message(error), turn=turn)
 
 
 def failure_from_error(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
-    """The failure for an exception that leaves an episode: a fault of the task or the policy if its type says so, else infrastructure.
+    """Returns the failure for an exception that left an episode. Its type decides the blame: task, policy, or else infrastructure.
 
-    One that is none of ours is a bug, whose traceback is logged; it costs this episode and no other.
+    An unknown exception is a bug: its traceback is logged, and it costs only this episode.
 
     Args:
-        stage: what was going on, for an error that does not tell by itself.
+        stage: stage of the episode, used if the exception does not determine it.
     """
     if (found := user_code.first_cause(error, TaskError, PluginError)) is not None:
         return task_fault(found, turn=turn)
@@ -34,6 +34,7 @@ def failure_from_error(error: BaseException, *, stage: str, turn: int | None = N
 
 
 def infrastructure_fault(stage: str, kind: str, message: str, *, turn: int | None = None) -> Failure:
+    """Returns a retryable failure of the infrastructure."""
     return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message=message, turn=turn, retryable=True)
 
 

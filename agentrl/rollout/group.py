@@ -1,10 +1,10 @@
-"""Groups: several attempts at one task, each scored; infrastructure failures are retried in fresh sandboxes, then left out.
+"""Runs groups: several attempts at one task, each scored. Infrastructure faults are retried in fresh sandboxes and then excluded.
 
-A group may be a forest instead of a row of attempts (`BranchingConfig`): some attempts run to a given turn, and others go on from
-their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.scheduling`). And a
-group may go on where a process that died left it (`EpisodeCheckpoints`). A task that turns out to be wrong in itself takes its whole group
-out: what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
-one attempt."""
+A group may be a forest (`BranchingConfig`): some attempts run to a given turn, and others branch from their state there. More attempts may
+start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). A group may continue where a process
+that died left it (`EpisodeCheckpoints`). A broken task excludes its whole group, because other attempts at it say nothing about the policy.
+Any other fault, even an unforeseen one, belongs to one attempt.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-"""Pause before the second attempt; each later one waits twice as long as the one before."""
+"""Seconds before the first retry. The pause doubles with each further retry."""
 
 EpisodeScorer = Callable[[Task, Episode], Awaitable[Score]]
-"""Judges a finished episode; gives a Score without a value when a verifier failed, and raises only for a task that is wrong."""
+"""Scores a finished episode. The score has no value if a verifier failed; only a broken task raises."""
 
 
 class GroupScoring(Protocol):
-    """Judges the attempts of a group together."""
+    """Scores the attempts of a group together."""
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """What an attempt gets when it has ended, as a `EpisodeScorer` gives it."""
+        """Returns the score of an attempt that has just ended, like a `Scorer`."""
         ...
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
-        """The scores of all attempts when all have ended, in their order."""
+        """Returns the scores of all attempts, in their order, after all have ended."""
         ...
 
 
 MemorySource = Callable[[Task, int | None], MemoryView]
-"""What attempts at a task read of earlier episodes' notes: those of the group of this index, or, with None, one outside of groups."""
+"""Returns the notes that attempts of a group may read, given its task and index; the index is None outside of groups."""
 
 AttemptListener = Callable[[Failure | None], None]
-"""Told of every attempt that has ended, retried or not: what was wrong with it, or None. Not of one at a task that is wrong."""
+"""Called with the failure, or None, of every attempt that ends, retried or not, except attempts at a broken task."""
 
 
 class _BrokenTask(Exception):
@@ -64,7 +64,7 @@ class _BrokenTask(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A stem, and the members of the group that go on from its state after `turn`."""
+    """A stem attempt, and the attempts that branch from its state after `turn`."""
 
     stem: int
     branches: range
@@ -72,7 +72,7 @@ class _Fork:
     state: asyncio.Future[EpisodeState | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def settle(self, state: EpisodeState | None) -> None:
-        """Lets the branches begin: from `state`, or where the stem ended before its turn, as attempts of their own."""
+        """Starts the branches from `state`; None starts them from the task, because the stem ended before its turn."""
         if not self.state.done():
             self.state.set_result(state)
 
@@ -97,29 +97,29 @@ class _Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRunner:
-    """Runs groups and single episodes, as many at once as `slots` lets in."""
+    """Runs groups and single episodes, as many at once as `slots` admits."""
 
     runner: EpisodeRunner
     scorer: EpisodeScorer
-    group_scoring: GroupScoring | None = None  # in place of `score` in groups
-    slots: AbstractAsyncContextManager[object]  # entered by each attempt when it may begin
+    group_scoring: GroupScoring | None = None  # replaces `scorer` in groups
+    slots: AbstractAsyncContextManager[object]  # each attempt enters it before it starts
     group_size: int
     max_retries: int
-    spare_attempts: int = 0  # begun beyond these, and cancelled when so many count; none beside `branching`
-    stop_equal_after: int = 0  # begun before the others, which are not where these score the same; 0: all begin at once
+    spare_attempts: int = 0  # extra attempts, cancelled once `group_size` count; 0 with `branching`
+    stop_equal_after: int = 0  # attempts that start first; the group stops if they score the same. 0 starts all at once
     branching: BranchingConfig | None = None
     checkpoints: EpisodeCheckpoints | None = None
     memory: MemorySource | None = None
     on_attempt: AttemptListener = lambda failure: None
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """All attempts at one task, in order, those that are left out included; all are when the task is broken.
+        """Runs all attempts at one task and returns them in order, excluded ones included. All are excluded if the task is broken.
 
         Args:
-            oldest_version: an attempt that the keeper has goes on only when no older version sampled any of its tokens.
+            oldest_version: a stored attempt is continued only if no older version sampled any of its tokens.
 
         Raises:
-            ExceptionGroup: of `SandboxUnavailable`, where no sandbox of this kind can be opened on this machine at all.
+            ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
         """
         broken: Failure | None = None
         members = self._members(index, oldest_version)
@@ -137,7 +137,7 @@ class GroupRunner:
             attempt = play(place)
             try:
                 return running.create_task(attempt)
-            except RuntimeError:  # the group is being ended
+            except RuntimeError:  # the group is ending
                 attempt.close()
                 return None
 
@@ -159,7 +159,7 @@ class GroupRunner:
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
-        """The attempts with the scores that they are given together. A judge that fails leaves them unscored."""
+        """The attempts with their scores from the group's scorer. If it fails, they are unscored."""
         since = user_code.cancellation_count()
         try:
             scores = await judge.score_group(task, scored)
@@ -171,7 +171,7 @@ class GroupRunner:
             ]
         judged = []
         for one, score in zip(scored, scores, strict=True):
-            if one.episode.left_out:  # it was told when it ended
+            if one.episode.left_out:  # `on_attempt` was called when it ended
                 judged.append(one)
                 continue
             episode = one.episode
@@ -191,15 +191,15 @@ class GroupRunner:
         always: bool = False,
         on_turn: TurnListener | None = None,
     ) -> ScoredEpisode:
-        """One scored episode, after at most `max_retries` fresh attempts when the infrastructure failed.
+        """Runs one scored episode. After infrastructure faults it makes up to `max_retries` further attempts.
 
         Args:
-            start: what the first attempt goes on from: the attempt of this name that it is a state of, or another one's, as a branch.
-            always: the fresh attempts begin from there, too: it is where the task begins.
+            start: state that the first attempt continues (if it is a state of the attempt with this name) or branches from.
+            always: whether retries start from `start` as well, because the task begins there.
             on_turn: see `EpisodeRunner.run`.
 
         Raises:
-            SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
+            SandboxUnavailable: this machine cannot open any sandbox of this kind.
         """
         return await self._episode(task, name, start, on_turn, self.scorer, always=always)
 
@@ -215,8 +215,9 @@ class GroupRunner:
         always: bool = False,
         place: GroupAttempt | None = None,
     ) -> ScoredEpisode:
-        """See `episode`. `tell`: whether the score is what `on_attempt` is to be told of; a group's judge may not have said all yet.
-        `place`: its own in its group; None: it has none. A fault that leaves the group enough attempts is not tried again."""
+        """See `episode`. `tell`: whether the score is final, so that `on_attempt` is called with it; a group scorer may still change it.
+        `place`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
+        the attempt."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
             episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, place)
@@ -233,7 +234,7 @@ class GroupRunner:
             if attempt < self.max_retries:
                 if place is not None and place.abandon():
                     break
-                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # a restarting part gets a moment
+                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # gives a failed part time to restart
         return _unscored(episode, failure)
 
     async def _attempt(
@@ -246,7 +247,7 @@ class GroupRunner:
         scorer: EpisodeScorer,
         place: GroupAttempt | None,
     ) -> tuple[Episode, Score | None]:
-        """One attempt and its score; None when a fault, which is the last of the episode's failures, leaves it out."""
+        """Runs one attempt and scores it. The score is None if a fault, the last of the episode's failures, excludes it."""
         episode = _nothing(episode_id, task.id, task.key, attempt)
         stage, since = "episode", user_code.cancellation_count()
         try:
@@ -266,7 +267,7 @@ class GroupRunner:
             stage = "score"
             score = await scorer(task, episode)
             if score.blame is not Blame.TASK:
-                ScoredEpisode(episode=episode, score=score)  # whether they fit
+                ScoredEpisode(episode=episode, score=score)  # raises if they do not fit
                 return episode, score
             failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
         except BaseException as error:
@@ -282,16 +283,16 @@ class GroupRunner:
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
     async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, place: GroupAttempt) -> ScoredEpisode:
-        """One attempt, begun or continued. A branch waits for its stem without taking a slot, so stems never wait for branches."""
+        """One attempt, started or continued. A branch waits for its stem outside of `slots`, so stems never wait for branches."""
         fork, since = member.stem_of, user_code.cancellation_count()
         try:
             if isinstance(found, ScoredEpisode):
                 waits = (
                     self.group_scoring is None and found.score.reason == AWAITING_GROUP_JUDGE
-                )  # and nobody will judge its group any more
+                )  # the recipe no longer has a group scorer
                 return replace(found, score=await self.scorer(task, found.episode)) if waits else found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
-                fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # past it, branches have their own
+                fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states
             if member.fork is not None and fork is None and found is None:
                 found = await member.fork.state
             on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
@@ -313,7 +314,7 @@ class GroupRunner:
         return scored
 
     def _watching(self, member: _Member, task: Task) -> TurnListener:
-        """Keeps the state of every turn durably, where there is a keeper, and hands the one to branch from to the branches."""
+        """Returns a listener that stores the state of every turn, if there is a keeper, and passes the fork's state to the branches."""
 
         async def on_turn(turns: int, capture: CaptureState) -> None:
             fork = member.stem_of
@@ -324,7 +325,7 @@ class GroupRunner:
             if state is None:
                 return
             if self.checkpoints is not None:
-                # The stem's comes first: a stem that is found at its turn can branch again, branches of a lost one could not be told.
+                # The stem's state is stored first: from it the branches can be recreated, but not the other way round.
                 for number in (member.number, *(fork.branches if fork is not None and forks else ())):
                     with _safety_net():
                         await self.checkpoints.save_state(member.group, number, state)
@@ -334,7 +335,7 @@ class GroupRunner:
         return on_turn
 
     async def _found(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
-        """What a process that died left of this attempt, if it can still be used."""
+        """What a process that died stored of this attempt, if it is still usable."""
         found: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:
             with _safety_net():
@@ -344,16 +345,18 @@ class GroupRunner:
         episode = found.episode if isinstance(found, ScoredEpisode) else found
         oldest = episode.oldest_version
         if episode.task_key != task.key:
-            log.warning("attempt %s starts afresh: task %s is not the one it was begun with", member.name, task.id)
+            log.warning("attempt %s restarts: task %s changed since it started", member.name, task.id)
             return None
         if oldest is not None and oldest < member.oldest_version:
-            log.warning("attempt %s starts afresh: version %d, at least %d needed", member.name, oldest, member.oldest_version)
+            log.warning(
+                "attempt %s restarts: it used version %d, and at least version %d is needed", member.name, oldest, member.oldest_version
+            )
             return None
         return found
 
 
 def _watched(place: GroupAttempt | None) -> Callable[[ActiveEpisode], None]:
-    """Leaves word of the running episode in its place."""
+    """Stores the running episode in its group attempt."""
 
     def on_begin(life: ActiveEpisode) -> None:
         if place is not None:
@@ -363,14 +366,14 @@ def _watched(place: GroupAttempt | None) -> Callable[[ActiveEpisode], None]:
 
 
 def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
-    """A group of which nothing is trained or counted, because of a broken task or a group that cannot be kept."""
+    """Returns a group of excluded attempts, because its task is broken or the group cannot be stored."""
     names = (f"g{index:06d}-{member}-a0" for member in range(size))
     episodes = tuple(replace(_nothing(name, task_id, task_key), failures=(failure,)) for name in names)
     return Group(index=index, task_id=task_id, task_key=task_key, episodes=tuple(_unscored(episode, failure) for episode in episodes))
 
 
 def _nothing(episode_id: str, task_id: str, task_key: str, attempt: int = 0) -> Episode:
-    """An attempt that came to nothing at all."""
+    """An attempt without any turn."""
     nothing = (Trajectory(agent="main", turns=(), stop_reason="failed"),)
     return Episode(id=episode_id, task_id=task_id, task_key=task_key, trajectories=nothing, attempt=attempt)
 
@@ -381,13 +384,13 @@ def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:
 
 @contextlib.contextmanager
 def _safety_net() -> Iterator[None]:
-    """Around a keeper: what it cannot keep or find is said, and costs no episode."""
+    """Around checkpoints: an error is reported and costs no episode."""
     since = user_code.cancellation_count()
     try:
         yield
     except BaseException as error:
         user_code.reraise_if_fatal(error, since)
-        user_code.log_unexpected("keeping a running episode", error)
+        user_code.log_unexpected("storing a running episode", error)
 
 
 def _first(errors: ExceptionGroup[_BrokenTask]) -> _BrokenTask:

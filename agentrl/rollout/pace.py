@@ -1,6 +1,6 @@
-"""The pace of the policy's server compared with its history in this run, and the blame for an episode that runs out of time.
+"""Compares the pace of the policy's server with its history in this run, and decides the blame for an episode that runs out of time.
 
-The policy is responsible for how much it samples. The machine is responsible for a server that is much slower than usual.
+The policy is responsible for how much it samples; the machine is responsible for a server that is much slower than usual.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentrl.errors import ServingError
 from agentrl.records import Blame
 
 SLOW_FACTOR = 2.0
-"""A request is slow if it takes longer than this multiple of the usual time of such requests. Its time beyond the usual is lost."""
+"""A request is slow if it takes longer than this multiple of its usual time. Its time beyond the usual is lost."""
 LOST_SHARE = 0.1
 """Share of `Limits.wall_s` that slow requests may cost an episode before the machine is to blame for its end."""
 POLICY_SHARE = 0.5
@@ -21,14 +21,14 @@ POLICY_SHARE = 0.5
 MIN_TOKENS_PER_S = 1.0
 """Tokens per second. A request that was cut off at a lower pace does not enter the history."""
 FIRST_S = 10.0
-"""Longest first part of a request while there is no history. It is cut off then, and its tokens are the first measurement."""
+"""Seconds after which the first request without history is cut off. Its tokens are the first measurement."""
 REQUESTS_PER_EPISODE = 8
-"""A request takes at most `Limits.wall_s` / PARTS and is then continued, so that a stall in the middle of a long one is detected."""
+"""A request is cut off after `Limits.wall_s` divided by this and then continued, so that a stall within a long one is detected."""
 CUT_S = 5.0
 """Time reserved at the end of an episode to fetch the tokens of a request that is cut off."""
 PROMPT_TOKEN_WORK = 0.125
-"""Work of computing one prompt token that the server has not computed yet, in sampled tokens."""
-_FRESH = 16  # the medians are computed again when a sixteenth of the history is new
+"""Work of computing one new prompt token, in sampled tokens."""
+_FRESH = 16  # the medians are recomputed when a sixteenth of the history is new
 _KEPT = 256  # requests of each size, spread over the run
 _MEASURED = 16  # tokens that count for the measurement at the start
 _FIRST = 16  # requests after which the run's pace is compared with that measurement
@@ -45,19 +45,17 @@ def fetch_reserve_s(limit_s: float) -> float:
 
 
 def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float, stalled_s: float = 0.0) -> Blame:
-    """Who is to blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
+    """Returns the blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
 
-    1. Slow requests cost it more than a tenth of the time, or the driver's event loop stood still for as long: the machine. Neither a
-       stalled server nor a stalled driver costs a score.
-    2. Programs and sampling, at the server's usual pace, took at least half of the time: the policy. The episode is scored with every token
-       that it sampled.
-    3. Otherwise: the machine, for example because sandboxes open slowly.
+    1. Slow requests, or stalls of the driver's event loop, cost more than a tenth of the time: the infrastructure.
+    2. Programs and sampling, at the server's usual pace, took at least half of the time: the policy. All sampled tokens are scored.
+    3. Otherwise the infrastructure, for example because sandboxes open slowly.
 
     Args:
         program_s: seconds in programs that the agent called.
-        sampled_s: seconds in requests; for a slow one (`SLOW_FACTOR`), the usual time of such requests.
+        sampled_s: seconds in requests; for a slow one, the usual time of such requests.
         lost_s: seconds that slow requests took beyond the usual.
-        stalled_s: seconds for which the driver's event loop stood still (`agentrl.base.loop_lag.StallCount`).
+        stalled_s: seconds for which the driver's event loop stood still (`agentrl.lag.Stalls`).
     """
     if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
         return Blame.INFRASTRUCTURE
@@ -66,12 +64,12 @@ def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, los
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One request that has ended: its time, and the usual time of such requests."""
+    """One finished request: its time, and the usual time of such requests."""
 
-    tokens: int | None  # sampled; None: unknown, because its policy cannot be cut off
-    seconds: float  # queueing and prefill included
-    in_flight: float  # mean number of requests in flight while it ran, itself included
-    usual_s: float | None  # of such requests; if `tokens` is unknown, of a request with the most tokens allowed; None: no history
+    tokens: int | None  # sampled; None if unknown, because the policy cannot be cut off
+    seconds: float  # including queueing and prefill
+    in_flight: float  # mean number of requests in flight while it ran, including itself
+    usual_s: float | None  # usual time; if `tokens` is unknown, of a request with the most tokens allowed. None without history
 
     @property
     def sampled_s(self) -> float:
@@ -91,13 +89,13 @@ class Reading:
 
 
 class _History:
-    """Seconds per token, and tokens per second of all requests in flight, for a sample of requests from the run so far."""
+    """Seconds per token, and tokens per second of all requests in flight, for a sample of the run's requests."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[float, float, float]] = []  # and the tokens
+        self._kept: list[tuple[float, float, float]] = []  # seconds per token, tokens per second, tokens
         self._stride, self._skipped = 1, 0
         self._usual: tuple[float, float]  # set by the first call of `usual`
-        self._newer = 0  # requests since it was computed
+        self._newer = 0  # requests since then
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -113,14 +111,14 @@ class _History:
             self._stride *= 2
 
     def usual(self) -> tuple[float, float]:
-        """The medians over tokens; a stall has few tokens and so little weight."""
-        if _FRESH * self._newer >= len(self._kept):  # sorting them at each request would take longer than its JSON
+        """Returns the medians, weighted by tokens, so that a stall with few tokens has little weight."""
+        if _FRESH * self._newer >= len(self._kept):  # sorting at each request would take longer than parsing its JSON
             self._newer = 0
             self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
         return self._usual
 
     def to_data(self) -> dict[str, Any]:
-        """The history as JSON data: times and rates in three significant digits, tokens exactly, because they weight the medians."""
+        """The history as JSON data. Times and rates have three significant digits; tokens are exact, because they weight the medians."""
         return {
             "stride": self._stride,
             "requests": [[float(f"{pace:.3g}"), float(f"{rate:.3g}"), tokens] for pace, rate, tokens in self._kept],
@@ -152,23 +150,23 @@ def _median(weighted: list[tuple[float, float]]) -> float:
 
 
 class RequestInProgress:
-    """One request in progress; see `Pace.begin`."""
+    """A request in progress, see `Pace.begin`."""
 
     def __init__(self, started: float, area: float, reads: int, read: int) -> None:
         self.started, self.area = started, area
-        self.reads = reads  # tokens of the prompt that the server has not computed yet
-        self.read = read  # those of all requests before it
+        self.reads = reads  # new prompt tokens
+        self.read = read  # new prompt tokens of all earlier requests
 
 
 class Pace:
-    """The times of this run's requests, as the client of the policy's server measures them. Use it from one event loop.
+    """The request times of this run, as the client of the policy's server measures them. Use it from one event loop.
 
     A request that ended normally is compared with those of about as many tokens (the same power of two). A request that was cut off is
-    compared by its tokens per second, because the server decided how many tokens it has. The history covers the run from its start, so that
-    a slow server does not soon become usual. A request is as fast as usual if its time is, or if the tokens per second of all requests in
-    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), also for requests
-    that began in the meantime. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as
-    slow by sampling or reading more.
+    compared by its tokens per second, because the server decided how many tokens it got. The history covers the whole run, so that a slow
+    server does not soon become usual. A request is as fast as usual if either its time is, or the tokens per second of all requests in
+    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), for this request
+    and for those that started in the meantime. So a server with more requests at once does not count as slower, and a policy cannot make it
+    count as slow by sampling or reading more.
 
     Args:
         slots: requests that the servers decode at once; None means unknown.
@@ -178,11 +176,11 @@ class Pace:
         self.in_flight = 0
         self.slots = slots
         self._all = _History()
-        self._work = _History()  # with prompt tokens, in sampled tokens
-        self._read = 0  # prompt tokens so far that the servers had to compute
-        self._sizes: dict[int, _History] = {}  # of requests that ended by themselves, by the power of two of their tokens
-        self._measured_s: float | None = None  # per token, until `slow_start` has looked
-        self._area, self._at = 0.0, 0.0  # request-seconds so far, and when they were added up
+        self._work = _History()  # including prompt tokens, in sampled tokens
+        self._read = 0  # new prompt tokens so far
+        self._sizes: dict[int, _History] = {}  # requests that ended normally, by the power of two of their tokens
+        self._measured_s: float | None = None  # seconds per token of the idle server, until `slow_start` has used it
+        self._area, self._at = 0.0, 0.0  # request-seconds so far, and the time of the last update
 
     @property
     def known(self) -> bool:
@@ -195,7 +193,7 @@ class Pace:
         return 0 if self.slots is None else max(0, self.in_flight - self.slots)
 
     def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
-        """`reads`: tokens of the prompt that the server has not computed yet."""
+        """Registers a request. `reads`: prompt tokens that the server has not computed yet."""
         self._advance(now)
         self.in_flight += 1
         self._read += reads
@@ -204,13 +202,13 @@ class Pace:
     def end(
         self, request: RequestInProgress, now: float, *, tokens: int | None, at_most: int, cut: bool = False, reads: int | None = None
     ) -> Reading:
-        """Compares a request that has ended with the history, and adds it.
+        """Compares a finished request with the history and adds it.
 
         Args:
             tokens: sampled; None means unknown.
             at_most: tokens that were requested.
-            cut: whether it was cut off. If it has hardly any tokens, it shows how long the server was stalled, not how fast it is.
-            reads: prompt tokens that the server had to compute; None means as many as `begin` was given.
+            cut: whether it was cut off. With hardly any tokens it shows how long the server stalled, not how fast it is.
+            reads: prompt tokens that the server had to compute; None means the number given to `begin`.
         """
         self._advance(now)
         self.in_flight -= 1
@@ -232,9 +230,8 @@ class Pace:
     def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False, reads: int = 0, others: int = 0) -> float | None:
         """Seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None without history.
 
-        The server computes `reads` prompt tokens for it, and `others` for requests that began in the meantime.
-
-        Without a request of this size, the next smaller size is scaled up; without a smaller one, the next larger size is used unchanged.
+        The server computes `reads` prompt tokens for it, and `others` for requests that started in the meantime. Without a request of this
+        size, the next smaller size is scaled up; without a smaller one, the next larger size is used unchanged.
         """
         if not self._all:
             return None
@@ -255,9 +252,9 @@ class Pace:
         )
 
     def set_idle_token_s(self, token_s: float) -> None:
-        """Sets the time per token of an idle server for a pace without history. The first requests are compared with it.
+        """Sets the time per token of an idle server, as the start of an empty history.
 
-        Until there are other measurements, requests in flight share this throughput, which is a lower bound for any server.
+        Until there are other measurements, requests in flight share this throughput, a lower bound for any server.
         """
         if self._all or not 0 < token_s < math.inf:
             return
@@ -267,7 +264,7 @@ class Pace:
         self._measured_s = token_s
 
     def slow_start_alert(self) -> str:
-        """An alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
+        """Returns an alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
         if self._measured_s is None or len(self._all) < _FIRST:
             return ""
         usual_s, throughput = self._all.usual()
@@ -285,13 +282,14 @@ class Pace:
         return {"all": self._all.to_data(), "work": self._work.to_data(), "sizes": sizes}
 
     def restore(self, data: Any) -> None:
-        """Restores the history of an earlier process. Raises `ValueError` for data that `to_data` does not return, and changes nothing."""
+        """Restores the history of an earlier process. Raises `ValueError` for data that `to_data` does not return, and then changes
+        nothing."""
         if not isinstance(data, dict) or not isinstance(sizes := data.get("sizes"), dict) or len(sizes) > _MOST_SIZES:
             raise ValueError("not a history of requests")
         histories = {int(size): _History.from_data(one) for size, one in sizes.items()}
         whole, work = _History.from_data(data.get("all")), _History.from_data(data.get("work"))
         if len(whole) != len(work):
-            raise ValueError("no history of requests: two of one kind have different lengths")
+            raise ValueError("not a history of requests: its lists differ in length")
         self._all, self._work = whole, work
         self._sizes = {size: one for size, one in histories.items() if len(one)}
 
@@ -302,23 +300,25 @@ class Pace:
 
 @dataclass(slots=True)
 class SamplingTime:
-    """The time that the requests of one episode took. Time in which several ran counts once, divided among them."""
+    """The time that one episode's requests took. Time with several requests counts once, divided among them."""
 
-    before: tuple[float, float] = (0.0, 0.0)  # `sampled_s` and `lost_s` of an earlier part of the episode
+    before: tuple[float, float] = (0.0, 0.0)  # `sampled_s` and `lost_s` from an earlier process
     _running: int = 0
     _since: float = 0.0
-    _wall_s: float = 0.0  # in which any ran
+    _wall_s: float = 0.0  # seconds with at least one request
     _seconds: float = 0.0
     _sampled_s: float = 0.0
     _lost_s: float = 0.0
     newest: Reading | None = None
 
     def begin(self, now: float) -> None:
+        """Registers a request."""
         if not self._running:
             self._since = now
         self._running += 1
 
     def end(self, now: float, reading: Reading) -> None:
+        """Adds a finished request."""
         self._running -= 1
         if not self._running:
             self._wall_s += now - self._since
@@ -329,10 +329,12 @@ class SamplingTime:
 
     @property
     def sampled_s(self) -> float:
+        """Seconds of sampling that count for the policy."""
         return self.before[0] + self._sampled_s * self._share
 
     @property
     def lost_s(self) -> float:
+        """Seconds lost to a slow server."""
         return self.before[1] + self._lost_s * self._share
 
     @property

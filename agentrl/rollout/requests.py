@@ -1,7 +1,7 @@
-"""The requests of one episode to the policy: their deadlines, and the continuation of requests that are cut off.
+"""Sends the requests of one episode to the policy: their deadlines, and the continuation of requests that are cut off.
 
-A turn may take several requests. A long one is cut off and continued from the exact tokens so far, so that a stall is detected when it
-happens. Only `Limits.wall_s` shortens the policy's text, and no server setting does.
+A turn may take several requests. A long one is cut off and continued from the exact tokens so far, so that a stall is detected while it
+happens. Only `Limits.wall_s` shortens the policy's text; no server setting does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SlowServer(ServingError):
 
 
 def loop_time() -> float:
-    """The time of the event loop, whose clock a test may replace; without a loop, the monotonic clock."""
+    """The time of the event loop, which tests can replace; without a loop, the monotonic clock."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -52,7 +52,7 @@ def loop_time() -> float:
 
 @dataclass(slots=True)
 class TimedExternalRequest:
-    """A request that the agent sends. It may request `most` tokens, and sets `tokens` to the number sampled."""
+    """A request that the agent sends itself. It may request `most` tokens, and sets `tokens` to the number sampled."""
 
     most: int
     tokens: int | None = None
@@ -65,46 +65,47 @@ class EpisodeRequests:
     policy: Policy
     pace: Pace
     limit_s: float  # `Limits.wall_s`
-    timeout_s: float  # of one request
-    spent_s: Callable[[], float]  # of the episode, until now
+    timeout_s: float  # for one request
+    spent_s: Callable[[], float]  # returns the seconds that the episode has taken
     sampling: SamplingTime
-    stalls: StallCount = field(default_factory=StallCount)  # of the driver's event loop, since the episode began here
+    stalls: StallCount = field(default_factory=StallCount)  # of the driver's event loop, since the episode started here
     _cut: bool = False
-    _version: int | None = None  # of the weights that sampled last, with whose cache the server computes
+    _version: int | None = None  # weight version that sampled last; the server's cache belongs to it
 
     @property
     def left_s(self) -> float:
-        """Seconds in which the episode may still sample. The time after that is reserved to fetch the tokens of a cut-off request."""
+        """Seconds in which the episode may still sample. The time after them is reserved to fetch the tokens of a cut-off request."""
         return self.limit_s - fetch_reserve_s(self.limit_s) - self.spent_s()
 
     @property
     def out_of_time(self) -> bool:
+        """Whether no further request may be sent."""
         return self._cut or self.left_s <= 0
 
     async def sample(
         self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str, *, reads: int
     ) -> Completion:
-        """A completion of at most `max_tokens`; its finish reason is `CUT` when the episode's time ended it.
+        """Returns a completion of at most `max_tokens`. Its finish reason is `CUT` if the episode's time ended it.
 
         Args:
-            params: sampling parameters for a number of tokens.
-            name: id of the first request; later ones get it with a number.
-            reads: of `token_ids`, those that the server has not computed for this episode before.
+            params: returns the sampling parameters for a number of tokens.
+            name: id of the first request; continuations append a number.
+            reads: tokens of `token_ids` that the server has not computed for this episode yet.
 
         Raises:
-            OutOfTime: no token was sampled before the end of the episode's time.
+            OutOfTime: the episode's time ended before a token was sampled.
             SlowServer: the server was slow for `timeout_s`.
             ServingError: the server failed.
         """
         made: Completion | None = None
         lost_before_s = self.sampling.lost_s
-        for number in count():  # each takes time, which ends
+        for number in count():  # ends because each request takes time
             ids = [] if made is None else list(made.token_ids)
             request = params(max_tokens - len(ids)), f"{name}.{number}" if number else name
             part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads, lost_before_s=lost_before_s)
             made = part if made is None else join_completions(made, part)
             if not made.token_ids and (newest := self.sampling.newest) is not None and newest.usual_s is not None:
-                reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # it had time to read the rest
+                reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # the server has computed the rest
             if made.finish_reason != CUT or len(made.token_ids) >= max_tokens or self.out_of_time:
                 break
         assert made is not None, "max_tokens is positive"
@@ -120,7 +121,7 @@ class EpisodeRequests:
         left_s = self.left_s
         if left_s <= 0:
             return EMPTY_COMPLETION
-        whole = bool(params.constraint)  # a continuing request does not know the grammar state of the request that was cut
+        whole = bool(params.constraint)  # a continuation does not know the grammar state of the request that was cut off
         timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / REQUESTS_PER_EPISODE)
         if first and not whole and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
@@ -130,7 +131,7 @@ class EpisodeRequests:
             made = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
             tokens, cut = len(made.token_ids), made.finish_reason == CUT
             if made.versions:
-                if self._version not in (None, made.versions[0].version):  # the server's cache is one version's
+                if self._version not in (None, made.versions[0].version):  # the cache of another version is of no use
                     reads = len(token_ids)
                 self._version = made.versions[-1].version
         finally:
@@ -158,7 +159,7 @@ class EpisodeRequests:
             self.sampling.end(loop_time(), reading)
 
     def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
-        """The failure of an episode that ran out of time, with its blame; None if the policy's programs took most of the time."""
+        """Returns the failure of an episode without time left; None if the policy's programs took most of the time."""
         sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
         blame = blame_for_timeout(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"

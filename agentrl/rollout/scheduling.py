@@ -1,7 +1,4 @@
-"""Which attempts of a group begin, which are waited for, and which their group goes on without.
-
-Only decisions are made here, each at the moment that an attempt ends; what an attempt is, `agentrl.rollout.group` knows.
-"""
+"""Decides which attempts of a group start, which the group waits for, and which it cancels. `agentrl.rollout.group` runs them."""
 
 from __future__ import annotations
 
@@ -15,38 +12,38 @@ from agentrl.records import Cancelled, ScoredEpisode
 from agentrl.rollout.active import ActiveEpisode
 
 SPARE, EQUAL = "spare", "equal"
-"""`Cancelled.reason`: as many attempts as the group needs had ended; the first ones had all scored the same."""
+"""`Cancelled.reason`: enough attempts had ended (spare), or the first ones had the same score (equal)."""
 
 
 @dataclass(slots=True, eq=False)
 class GroupAttempt:
-    """One attempt of a group: waiting, playing, ended, or done without."""
+    """One attempt of a group: waiting, running, ended or abandoned."""
 
     race: AttemptScheduler
     number: int
     name: str
     group: int
-    job: asyncio.Task[None] | None = None  # None: it has not begun
-    life: ActiveEpisode | None = None  # the newest that it played
-    scored: ScoredEpisode | None = None  # None: it has not ended
+    job: asyncio.Task[None] | None = None  # None before it starts
+    life: ActiveEpisode | None = None  # its newest episode
+    scored: ScoredEpisode | None = None  # None until it ends
     abandoned: bool = False
 
     def abandon(self) -> bool:
-        """Whether another attempt takes this place after a fault, so that nothing has to be tried again; from then on it does."""
+        """After a fault: abandons this attempt if the group has enough others, so that it need not be retried. Returns whether it did."""
         return self.race.abandon(self)
 
 
 class AttemptScheduler:
-    """The attempts of one group: `size` of them are to count, and `size + spare` may begin.
+    """Schedules the attempts of one group: `size` must count, and `size + spare` may start.
 
-    As many are in play as can still be needed, and `spare` more: one that ends without a score, or is left out, makes room for another.
-    When `size` count, those that are left are cancelled. Where only `first` begin at first, the others do when so many count and have not
-    all the same score; if they have, the race is over.
+    As many run as are still needed, plus `spare`. An attempt that ends excluded or without a score makes room for another. Once `size`
+    count, the others are cancelled. If only `first` start at first, the others start when that many count and their scores differ; if the
+    scores are equal, the group ends.
 
     Args:
-        names: of the attempts, in the order in which they begin.
-        first: see above; 0: all begin at once.
-        begin: starts one; None where the group is being ended.
+        names: of the attempts, in the order in which they start.
+        first: see above; 0 starts all at once.
+        begin: starts an attempt; returns None while the group is ending.
     """
 
     def __init__(
@@ -57,19 +54,19 @@ class AttemptScheduler:
         self._size, self._spare, self._first = size, len(names) - size, first or size
         self._begin = begin
         self._waiting = list(self.attempts)
-        self._before: list[GroupAttempt] = []  # that had ended before; no other begins until they are in
+        self._before: list[GroupAttempt] = []  # finished by an earlier process; no other starts before they are recorded
         self._may_count = len(names)
         self._over, self._reason = False, SPARE
 
     def start(self, ended: Sequence[int] = ()) -> None:
-        """Begins. `ended`: numbers of attempts that a process that died had finished: they come before any other is thought of."""
+        """Starts the schedule. `ended`: numbers of attempts that an earlier process finished; they are recorded before any other starts."""
         self._before = [place for place in self.attempts if place.number in ended]
         for place in self._before:
             self._play(place)
         self._go_on()
 
     def record_end(self, place: GroupAttempt, scored: ScoredEpisode) -> None:
-        """Told of every attempt that has ended, when it has."""
+        """Records an attempt that has ended."""
         place.scored = scored
         if counts_for_group(scored):
             if not self._over:
@@ -79,25 +76,25 @@ class AttemptScheduler:
         self._go_on()
 
     def abandon(self, place: GroupAttempt) -> bool:
-        """Whether the group has enough attempts without this one."""
+        """Abandons an attempt if the group has enough without it. Returns whether it did."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
             place.abandoned = True
         return place.abandoned
 
     def stop(self) -> None:
-        """No further attempt begins: the group comes to nothing."""
+        """Starts no further attempt, because the group has failed."""
         self._over = True
 
     @property
     def episodes(self) -> tuple[ScoredEpisode, ...]:
-        """The attempts that the group has, in order: those that count, and those that were left out or have no score."""
+        """The attempts of the group in order: those that count, and those that were excluded or have no score."""
         kept = {place.number for place in self.counted}
         return tuple(one.scored for one in self.attempts if one.scored and (one.number in kept or not counts_for_group(one.scored)))
 
     @property
     def cancelled(self) -> tuple[Cancelled, ...]:
-        """The attempts that it went on without, in order."""
+        """The records of the cancelled attempts, in order."""
         kept = {place.number for place in self.counted}
         return tuple(
             _cancelled(one, self._reason)
@@ -106,7 +103,7 @@ class AttemptScheduler:
         )
 
     def _go_on(self) -> None:
-        """Ends the race, or begins what it needs."""
+        """Ends the schedule, or starts the attempts that it needs."""
         if self._over:
             return
         if len(self.counted) >= self._size:
@@ -139,12 +136,12 @@ class AttemptScheduler:
 
 
 def counts_for_group(scored: ScoredEpisode) -> bool:
-    """Whether an attempt is one of those that its group needs: it has a score, or the judge of its group will give it one."""
+    """Whether an attempt counts for its group: it has a score, or the group's scorer will set one."""
     return not scored.episode.left_out and (scored.score.value is not None or scored.score.reason == AWAITING_GROUP_JUDGE)
 
 
 def _cancelled(place: GroupAttempt, reason: str) -> Cancelled:
-    if place.scored is not None:  # it ended in the very moment in which it was no longer needed
+    if place.scored is not None:  # it ended just when it was no longer needed
         episode = place.scored.episode
         turns = sum(len(line.own_turns) for line in episode.trajectories)
         return Cancelled(episode_id=episode.id, reason=reason, turns=turns, tokens=episode.completion_tokens, wall_s=episode.wall_s)

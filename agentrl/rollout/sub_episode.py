@@ -1,4 +1,4 @@
-"""An episode as an agent has it that works in a sandbox of its own: everything is the episode's but the sandbox."""
+"""The view of an episode for a sub-agent with its own sandbox. Everything else is shared with the episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Fresh(ForwardingSandbox):
-    """A sandbox whose first user had nothing in the one that it was copied from, so that no session of its own is told to be a new one."""
+    """A sandbox opened from a copy. It never reports its first session as restarted, because its user had no session in the original."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         super().__init__(sandbox)
@@ -32,7 +32,7 @@ class _Fresh(ForwardingSandbox):
 
 
 class SubEpisode:
-    """A `LiveEpisode`. Trajectories, limits, budgets and failures are those of the whole episode."""
+    """A `LiveEpisode` with its own sandbox. Trajectories, limits, budgets and failures belong to the episode."""
 
     def __init__(self, life: ActiveEpisode, workplace: EpisodeSandbox) -> None:
         self.id: str = life.id
@@ -46,6 +46,7 @@ class SubEpisode:
 
     @property
     def answer(self) -> str | None:
+        """The submitted answer."""
         return self._life.answer
 
     @answer.setter
@@ -54,6 +55,7 @@ class SubEpisode:
 
     @property
     def stage(self) -> str:
+        """The current stage, for failures."""
         return self._life.stage
 
     @stage.setter
@@ -62,6 +64,7 @@ class SubEpisode:
 
     @property
     def sandbox_lost(self) -> bool:
+        """Whether a tool call was cut short in the sandbox, so that its files are undefined."""
         return self._workplace.lost
 
     @sandbox_lost.setter
@@ -70,57 +73,71 @@ class SubEpisode:
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:
+        """All trajectories of the episode."""
         return self._life.trajectories
 
     @property
     def turn_count(self) -> int:
+        """Finished turns of the episode."""
         return self._life.turn_count
 
     @property
     def agent_state(self) -> Mapping[str, Any]:
+        """The agent state that the episode resumed from."""
         return self._life.agent_state
 
     @property
     def sandbox_opened(self) -> bool:
+        """Whether the sandbox was opened."""
         return self._workplace.opened
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
+        """Opens another trajectory of the episode."""
         return self._life.open(agent, parent=parent, prompt=prompt)
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
+        """Times a request that the agent sends itself."""
         return self._life.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
+        """Returns this sub-agent's sandbox, opened at the first call."""
         sandbox = await self._workplace.sandbox()
         self._fresh = self._fresh or _Fresh(sandbox)
         return self._fresh
 
     async def working_copy(self) -> bytes | None:
+        """Returns a snapshot of this sub-agent's working directory."""
         return await self._workplace.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
+        """Opens another sub-episode."""
         return self._life.sub_episode(copy)
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
+        """Counts the time of a tool call."""
         return self._life.running(sandbox)
 
     def clip_output(self, output: str) -> str:
+        """Cuts tool output to the episode's remaining budget."""
         return self._life.clip_output(output)
 
     def add_failure(self, failure: Failure) -> None:
+        """Records a failure of a tool."""
         self._life.add_failure(failure)
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        """Marks the boundary between two turns."""
         await self._life.boundary(agent_state)
 
 
 @asynccontextmanager
 async def open_sub_episode(life: ActiveEpisode, copy: bytes | None, places: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
-    """See `LiveEpisode.apart`. What is in `places` the episode closes when it ends, whatever became of the block."""
+    """See `LiveEpisode.sub_episode`. The episode closes the sandboxes left in `places` when it ends, even if closing was interrupted
+    here."""
     place = EpisodeSandbox(life, copy)
     places.add(place)
     try:
         yield SubEpisode(life, place)
     finally:
         await place.close()
-        places.discard(place)  # not where closing was cut short: then the episode does it
+        places.discard(place)  # not reached if closing was interrupted: then the episode closes it

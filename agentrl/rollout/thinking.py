@@ -1,7 +1,7 @@
-"""A turn whose thinking is bounded: sampled up to the bound, ended with the model's own mark where it still thinks, and sampled on.
+"""Samples a turn with bounded thinking: up to the bound, then the model's end mark if it is still thinking, then the rest.
 
-The mark's tokens are in the completion, where the model reads them, but nobody sampled them: `Completion.forced` says so, and the learner
-takes them for context.
+The mark's tokens are part of the completion, because the model reads them, but they were not sampled: `Completion.forced` lists them, and
+the learner treats them as context.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from agentrl.records.sampling import Supports
 from agentrl.rollout.pace import OutOfTime
 
 ANSWER = ".answer"
-"""In the id of the request for what comes after the bound."""
+"""Suffix of the request id for the part after the bound."""
 
 
 def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
-    """The bound on thinking, and how it is ended; None: there is none. Raises `TaskError` where nothing can hold the policy to it."""
+    """Returns the task's bound on thinking and how to end it; None without a bound. Raises `TaskError` if the bound cannot be enforced."""
     most = task.limits.thinking_tokens
     if most is None:
         return None
@@ -35,16 +35,16 @@ def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking
 
 
 class SampleTokens(Protocol):
-    """Samples at most so many tokens after these."""
+    """Samples at most `max_tokens` tokens after `token_ids`."""
 
     async def __call__(self, token_ids: Sequence[int], max_tokens: int, part: str = "") -> Completion: ...
 
 
 async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, thought: tuple[int, Thinking] | None) -> Completion:
-    """A completion of at most `budget` tokens, forced ones included.
+    """Returns a completion of at most `budget` tokens, including forced ones.
 
     Args:
-        thought: the bound on thinking and how it is ended; None: it has no bound of its own, nor has it where the budget ends before it.
+        thought: the bound on thinking and how to end it; None means no bound. A bound beyond the budget has no effect.
     """
     if thought is None or thought[0] + len(thought[1].end) >= budget:
         return await ask(context, budget)
@@ -61,7 +61,7 @@ async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, th
 
 
 def join_completions(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) -> Completion:
-    """Both parts as one completion, with `forced` between them. These stand in the version span before them, with a logprob of 0."""
+    """Joins two parts with the forced tokens between them. These belong to the preceding version span and have a logprob of 0."""
     start = len(first.token_ids)
     end = start + len(forced)
     spans = list(first.versions)

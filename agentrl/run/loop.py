@@ -1,9 +1,9 @@
-"""The whole pipeline on one page: rollouts, learner and server, meeting only in the store, the registry and at the server.
+"""The pipeline of a run on one page. Rollouts, learner and server meet only in the store, the registry and at the server.
 
     groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
 
-The group's index says which learner step it belongs to, and it may start once the server answers with version
-`step - max_staleness` or a newer one. That bound is the whole synchronization.
+A group's index determines its learner step. It may start once the server answers with version `step - max_staleness` or a newer one. This
+bound is the only synchronization.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ _POLL_S = 0.05
 
 
 async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True) -> Summary:
-    """Runs a recipe from evaluation to evaluation and returns its summary; goes on where the run in `start.folder` ended, if one did.
+    """Runs a recipe, from the first evaluation to the last, and returns its summary. Continues the run in `start.folder`, if there is one.
 
-    The caller holds the run folder (`agentrl.session.folder.claim_run_folder`) and has looked at everything that is cheap to look at
-    (`agentrl.session.preflight.run_preflight`). Raises `UserError` before anything is started when the recipe cannot run here,
-    and `InfrastructureError` when a part fails for good; whatever was finished until then is kept.
+    The caller holds the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before anything
+    starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
     """
     starts = len(sessions.read_sessions(start.folder))
     run = None
@@ -52,17 +51,17 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
                 with measure.handle_interrupts(run.stop_after_step):
                     await _pipeline(run)
             finally:
-                with warn_on_error(run.folder, "counting what was begun"):
+                with warn_on_error(run.folder, "counting unfinished groups"):
                     run.unfinished_groups = _begun(run)
             run.tracker.stage("close", "learner, server and sandboxes")
     except BaseException as error:
         if run is not None:
             with warn_on_error(run.folder, "the summary and the report"):
                 _report(run, error)
-        if len(sessions.read_sessions(start.folder)) > starts:  # else an earlier driver's is the last
+        if len(sessions.read_sessions(start.folder)) > starts:  # otherwise the last session belongs to an earlier driver
             _ended(start.folder, error)
         raise
-    return _report(run)  # last, so that its times are all there is
+    return _report(run)  # last, so that it includes all stage times
 
 
 async def _pipeline(run: Run) -> None:
@@ -70,7 +69,7 @@ async def _pipeline(run: Run) -> None:
     newest = first_version_to_serve(run)
     async with asyncio.TaskGroup() as parts:
         needed = newest.number < run.recipe.steps and not is_concluded(run)
-        learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
+        learning = parts.create_task(watch_learner(run)) if needed else None  # early, so that an error of the learner ends the start
         await run.start_serving(newest, judging=not is_concluded(run), learning=needed)
         run.registry.set_state(newest.number, VersionState.SERVING)
         watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch(), watch_external_servers(run.tracker.alert)]
@@ -85,7 +84,7 @@ async def _pipeline(run: Run) -> None:
         if newest.number == 0 and not is_concluded(run):
             await evaluate_once(run, "before", step=0)
         if needed:
-            measure.remove_evaluation(run.folder, "after")  # of this run, when it had fewer steps
+            measure.remove_evaluation(run.folder, "after")  # from an earlier session with fewer steps
         if not is_concluded(run):
             await _learn(run, learning)
         if is_concluded(run):
@@ -98,13 +97,13 @@ async def _pipeline(run: Run) -> None:
             watcher.cancel()
     best = result_version(run)
     if best is None or not measure.weights_changed(run.folder):
-        return  # a model that is version 0 under another name would look like a result; the summary says why there is none
+        return  # a copy of version 0 would look like a result; the summary says why there is none
     base, sampling = run.folder / "versions" / "000000", run.recipe.evaluation.sampling
     export_model(run.folder / best.folder, run.folder / "model", base=base, sampling=sampling)
 
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
-    """Rollouts, swaps and the learner, which `learning` watches if one is needed, side by side until version `stop_at` serves."""
+    """Runs rollouts, swaps and the learner until version `stop_at` serves. `learning` watches the learner, if one is needed."""
     run.tracker.stage("train", f"{run.stop_at} steps")
     run.last_step_at, run.learning = time.monotonic(), True
     async with asyncio.TaskGroup() as parts:
@@ -112,17 +111,17 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
         await _swap_versions(run)
         rollouts.cancel()
     run.learning = False
-    if learning is None:  # resumed when all steps were made
+    if learning is None:  # resumed after the last step
         return
     learning.cancel()
     if run.served.version >= run.recipe.steps:
-        with suppress(TimeoutError):  # it has made its last step and is about to end by itself
+        with suppress(TimeoutError):  # it has finished its last step and is about to exit
             await run.learner.wait(timeout_s=20.0)
     await run.learner.stop()
 
 
 async def _roll_out(run: Run) -> None:
-    """Starts the groups of each step as soon as it may be sampled; one that a resumed run already has is not made again."""
+    """Starts the groups of each step as soon as they may be sampled. Groups that a resumed run already has are skipped."""
     async with asyncio.TaskGroup() as running:
         for step in range(run.served.version, run.recipe.steps):
             await run.served.wait_version(step - run.recipe.max_staleness)
@@ -132,7 +131,7 @@ async def _roll_out(run: Run) -> None:
 
 
 async def _swap_versions(run: Run) -> None:
-    """Takes each version the learner publishes into the server, in order, but for those it has rolled back, and has the gate judge them."""
+    """Loads each version that the learner publishes into the server, in order, except rolled-back ones, and lets the gate evaluate it."""
     async with schedule_gate(run) as gate:
         await gate.evaluate_due()
         number = run.served.version + 1
@@ -151,7 +150,7 @@ async def _swap_versions(run: Run) -> None:
                 except SwapError:
                     if run.registry.get(number) == version:
                         raise
-                    continue  # it was retracted or rolled back meanwhile, which is why it could not be loaded
+                    continue  # it was retracted or rolled back meanwhile, so its files may be gone
             await finish_step(run, version, report)
             if report is not None:
                 await gate.evaluate_due()
@@ -166,7 +165,7 @@ def _report(run: Run, error: BaseException | None = None) -> Summary:
     interrupted = how == "interrupted"
     summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=run.unfinished_groups)
     summary.write(run.folder)
-    with warn_on_error(run.folder, f"the report (agentrl report {run.folder} writes it again)"):
+    with warn_on_error(run.folder, f"the report (write it again with: agentrl report {run.folder})"):
         write_report(run.folder)
     return summary
 
@@ -174,7 +173,7 @@ def _report(run: Run, error: BaseException | None = None) -> Summary:
 def _ended(
     folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
 ) -> sessions.Ended:
-    """Records how the driver ended, unless it is already recorded."""
+    """Records how the driver ended, unless that is already recorded."""
     fault = main_error(error) if error is not None and not ended_by_user(error) else None
     how: sessions.Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
     with warn_on_error(folder, sessions.FILE):
@@ -183,6 +182,6 @@ def _ended(
 
 
 def _begun(run: Run) -> tuple[Group, ...]:
-    """The stored groups of steps that are not done."""
+    """The stored groups of unfinished steps."""
     known = measure.recorded_steps(run.folder)
     return run.store.groups(index for index in run.store.indices() if run.step_groups.step_of(index) + 1 not in known)

@@ -1,4 +1,4 @@
-"""One group of a run, from its task to the store. Whatever goes wrong with it is in the group; only a store that fails ends the run."""
+"""Runs one group, from its task to the store. Failures are recorded in the group; only a failing store ends the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.session.transcript import append_transcripts, transcript
 
 
 async def roll_out_step(run: Run, step: int) -> None:
-    """Makes the groups of a step that are not stored yet; for each that has no preference another one, as far as the recipe allows."""
+    """Runs the groups of a step that are not stored yet, plus one for each without a preference, up to the recipe's limit."""
     if run.memory is not None:
         await run.memory.prepare_step(step)
     await run.group_tasks.prepare_step(step)
@@ -33,7 +33,7 @@ async def roll_out_step(run: Run, step: int) -> None:
 
 
 async def roll_out_group(run: Run, index: int) -> Group:
-    """Samples and scores the attempts of group `index`, stores them, and tells the tracker."""
+    """Samples, scores and stores group `index`, and reports it to the tracker."""
     step = run.step_groups.step_of(index)
     group, task = await _sampled(run, index, step)
     group = _stored(run, group)
@@ -47,7 +47,7 @@ async def roll_out_group(run: Run, index: int) -> Group:
 
 
 def _note(run: Run, task: Task, group: Group, *, step: int) -> None:
-    """What is written down of a stored group beside the store: what it taught, answers that notes gave away, an episode to read."""
+    """Records a stored group outside of the store: its outcome, leaked answers, and an episode for the report."""
     run.group_tasks.record(task, group)
     if told := record_answer_leaks(run.folder, task, group.episodes, phase="train", step=step):
         run.tracker.alert(told)
@@ -56,7 +56,7 @@ def _note(run: Run, task: Task, group: Group, *, step: int) -> None:
 
 
 def _stored(run: Run, group: Group) -> Group:
-    """Stores the group, or what can be said of one that cannot be written down. `StoreError`, as of a full disk, ends the run."""
+    """Stores the group, or an excluded group if it cannot be serialized. A `StoreError`, such as a full disk, ends the run."""
     try:
         run.store.put(group)
         return group
@@ -70,11 +70,11 @@ def _stored(run: Run, group: Group) -> Group:
 
 
 async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]:
-    """The group of a task; without a single attempt when the task is broken, known to be or not even made (then it is None)."""
+    """The group of a task; without attempts if the task is quarantined or cannot be created (then it is None)."""
     size = run.recipe.rollout.group_size
     try:
         task = run.group_tasks.task(index)
-    except Exception as error:  # a family may raise anything (see make_task); the task is a pure function of the index, so it always will
+    except Exception as error:  # user-supplied; a retry would fail again, because the task is a pure function of the index
         if not isinstance(error, UserError):
             user_code.log_unexpected(f"task of group {index}", error)
         return excluded_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None

@@ -1,4 +1,4 @@
-"""Sampling without a learner: attempts of one policy at training tasks, scored and stored as those of a run are."""
+"""Samples without a learner: attempts of one policy at training tasks, scored and stored like those of a run."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from agentrl.session.preflight import PreflightResult
 from agentrl.session.transcript import transcript
 
 SAMPLE_FILE = "sample.json"
-"""Of a run folder: how many groups were asked for, and what came of them."""
+"""File in a run folder: the requested number of groups, and the result."""
 DEFAULT_GROUPS = 32
-"""Groups, where nobody says how many."""
-_TOLD = 10  # how often progress is told
+"""Default number of groups."""
+_TOLD = 10  # progress reports
 
 
 @dataclass(slots=True)
 class AttemptTotals:
-    """What the attempts at some tasks came to. Attempts without a finite score count in `left_out` alone."""
+    """Totals of the attempts at some tasks. Attempts without a finite score only count as excluded."""
 
-    scores: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by the task's key
+    scores: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by task key
     tries: defaultdict[str, list[CountedAttempt]] = field(default_factory=lambda: defaultdict(list))
     left_out: int = 0
     left_out_reasons: dict[str, int] = field(default_factory=dict)
-    differ: int = 0  # groups whose attempts were scored differently, so that they would teach
+    differ: int = 0  # groups with different scores, which a learner could use
 
     def add(self, group: Group, *, min_group_size: int) -> None:
-        """Counts a group; its episodes are not kept."""
+        """Counts a group."""
         for one in group.episodes:
             value = one.score.value
             if value is None or not math.isfinite(value):
@@ -66,12 +66,12 @@ class AttemptTotals:
 
     @property
     def tasks(self) -> int:
-        """Those with an attempt that has a score."""
+        """Tasks with a scored attempt."""
         return len(self.scores)
 
     @property
     def attempts(self) -> int:
-        """Those that have a score."""
+        """Scored attempts."""
         return sum(map(len, self.scores.values()))
 
     @property
@@ -81,33 +81,33 @@ class AttemptTotals:
 
     @property
     def rate(self) -> Rate | None:
-        """Over tasks, of the mean score of each; None: nothing was scored."""
+        """Mean over tasks of the mean score of each; None without scores."""
         return Rate.from_scores([statistics.fmean(values) for values in self.scores.values()]) if self.scores else None
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the totals as JSON data."""
         counts = {name: getattr(self, name) for name in ("tasks", "attempts", "left_out", "solved", "differ")}
         return counts | {"rate": None if self.rate is None else asdict(self.rate)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """What a run folder holds after sampling."""
+    """The content of a run folder after sampling."""
 
     folder: Path
-    requested: int  # groups
+    requested: int  # requested groups
     totals: AttemptTotals
     by_kind: dict[str, AttemptTotals]
-    unfinished: bool  # interrupted before all groups were made
+    unfinished: bool  # interrupted before all groups were sampled
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the result as JSON data."""
         kinds = {kind: came.as_json() for kind, came in self.by_kind.items()}
         rest = {"groups": self.requested, "unfinished": self.unfinished, "left_out_reasons": self.totals.left_out_reasons}
         return {"folder": str(self.folder), **rest, "all": self.totals.as_json(), "by_kind": kinds}
 
     def evaluation(self) -> SplitEvaluation:
-        """The same as an evaluation of the training tasks."""
+        """Returns the result as an evaluation of the training tasks."""
         tries = list(self.totals.tries.values())
         tokens = [one.tokens for some in tries for one in some]
         kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
@@ -128,13 +128,13 @@ class SampleResult:
 async def sample(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, groups: int | None, root: Path, console: bool = True
 ) -> SampleResult:
-    """Serves the recipe's model and makes the first `groups` groups of its tasks that the run folder does not hold yet.
+    """Serves the recipe's model and samples the first `groups` groups of its tasks that the run folder does not contain yet.
 
-    Each is of the next task, whatever the recipe says of steps, of extra groups and of which tasks come more often. For callers: see
-    `agentrl.run.loop.train`. Raises what that raises; groups that were finished are kept.
+    Each group has the next task; the recipe's steps, extra groups and task weights do not apply. The caller prepares as for
+    `agentrl.run.loop.train`, and the same errors are raised; finished groups are kept.
 
     Args:
-        groups: None: as many as were asked for before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
+        groups: None means as many as before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
     """
     asked = _asked(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, steps=StepGroups.single_step(recipe.rollout)) as run:
@@ -155,7 +155,9 @@ def _asked(folder: Path, groups: int | None) -> int:
     before = int(json.loads(path.read_text(encoding="utf-8"))["groups"]) if path.exists() else 0
     wanted = groups or before or DEFAULT_GROUPS
     if wanted < before:
-        raise UserError(f"{folder}: {before} groups were asked for before", fix=f"give --groups {before} or more, or another --run-dir")
+        raise UserError(
+            f"{folder}: an earlier command requested {before} groups", fix=f"use --groups {before} or more, or another --run-dir"
+        )
     return wanted
 
 
@@ -175,7 +177,7 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
 
 
 async def sample_groups(run: Run, indices: Sequence[int]) -> None:
-    """Makes these groups in their order, as many at once as keep all slots busy; no new ones once the run is interrupted."""
+    """Samples these groups in order, as many at once as keep all slots busy, and starts none after an interrupt."""
     if run.memory is not None:
         await run.memory.prepare_step(0)
     await run.group_tasks.prepare_step(0)
@@ -198,22 +200,22 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
 
     run.tracker.stage("sample", told)
     async with asyncio.TaskGroup() as running:
-        for _ in range(2 * math.ceil(rollout.concurrency / _at_once(rollout))):  # twice: the last attempts of a group leave slots free
+        for _ in range(2 * math.ceil(rollout.concurrency / _at_once(rollout))):  # twice, because ending groups leave slots free
             running.create_task(some())
 
 
 def _at_once(rollout: RolloutConfig) -> int:
-    """Attempts of a group that begin together."""
+    """Attempts of a group that start together."""
     if rollout.branching is not None:
         return max(1, rollout.group_size // rollout.branching.branches)
     return rollout.stop_equal_after or rollout.group_size
 
 
 def sample_result(run: Run, asked: int) -> SampleResult:
-    """What the stored groups of the first `asked` came to. Writes their transcripts, as `episodes/train.jsonl`."""
+    """Returns the result of the first `asked` groups. Writes their transcripts to `episodes/train.jsonl`."""
     whole, kinds = AttemptTotals(), defaultdict[str, AttemptTotals](AttemptTotals)
     path = run.folder / "episodes" / "train.jsonl"
-    path.unlink(missing_ok=True)  # a killed process may have left some
+    path.unlink(missing_ok=True)  # from a killed process
     size, stored = run.recipe.rollout.min_group_size, 0
     for group, task in _stored(run, asked):
         stored += 1
@@ -225,11 +227,11 @@ def sample_result(run: Run, asked: int) -> SampleResult:
 
 
 def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
-    """The groups that are stored, each with its task; None for one that cannot be made."""
+    """The stored groups with their tasks; None for a task that cannot be created."""
     for index in range(asked):
         if run.store.has(index):
             try:
                 task = run.group_tasks.task(index)
-            except Exception:  # a family may raise anything; make_group has told it, and the group says why
+            except Exception:  # user-supplied; the group contains the reason
                 task = None
             yield run.store.groups([index])[0], task

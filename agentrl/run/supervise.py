@@ -1,4 +1,4 @@
-"""Restarts the learner when it dies or makes no progress, and watches servers that a run calls and cannot restart."""
+"""Restarts the learner when it dies or makes no progress, and watches servers that a run uses but cannot restart."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentrl.session.opening import Run
 
 _RESTARTS = 3  # in a row
 _PING_S = 5.0  # between two pings of the daemon
-_LOOK_S = 5.0  # between two checks of unanswered questions
+_LOOK_S = 5.0  # between two checks of unanswered requests
 
 
 async def watch_learner(run: Run) -> None:
-    """Starts the learner, and restarts it from its newest checkpoint when it fails. A refusal of the learner is final.
+    """Starts the learner, and restarts it from its newest checkpoint when it fails. A `LearnerHalted` is final.
 
     The count of restarts returns to 0 when a version is published that is newer than all earlier ones.
     """
@@ -45,7 +45,7 @@ def _newest(run: Run) -> int:
 
 
 async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = None) -> None:
-    """Alerts when the Docker daemon stops answering, and when it answers again; ends only by cancellation.
+    """Alerts when the Docker daemon stops answering, and when it answers again. Ends only by cancellation.
 
     A run never starts or restarts a daemon, because other users of the machine may need it. Every request to it has a deadline, episodes
     are retried, and `rollout.max_fault_rate` pauses the run if that does not help.
@@ -67,7 +67,8 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
 async def watch_external_servers(alert: Callable[[str], None]) -> None:
     """Alerts when an MCP server or a judge's endpoint answers no request, and when it answers again. Ends only by cancellation.
 
-    Each request has its own deadline, after which its connection is closed; a server that a run starts is restarted with the next call.
+    Each request has its own deadline, after which its connection is closed. A server that the run started is restarted with the next
+    call.
     """
     silent: set[liveness.AnswerLiveness] = set()
     while True:

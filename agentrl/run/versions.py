@@ -1,4 +1,4 @@
-"""What a version brings with it in the driver: the figures of its step, and a way back when the learner takes it back."""
+"""Handles new versions in the driver: the metrics of their step, and the fallback when the learner retracts one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from agentrl.session.pacing import save_pace
 
 
 def is_retracted(run: Run) -> bool:
-    """Whether the learner has gone back to an older checkpoint, because the newest was damaged, and forgotten the version that serves."""
+    """Whether the learner returned to an older checkpoint, because the newest was damaged, and retracted the serving version."""
     found = run.registry.get(run.served.version)
     return found is None or found.sha256 != run.served.sha256
 
 
 async def fall_back(run: Run) -> None:
-    """Serves the newest version that is left, in place of one that was retracted."""
+    """Serves the newest remaining version in place of a retracted one."""
     version = version_to_serve(run.registry)
-    assert version is not None, "version 0 is never forgotten"
+    assert version is not None, "version 0 is never retracted"
     run.tracker.alert(f"version {run.served.version} was retracted by the learner; serving version {version.number}")
     await run.served.fall_back(version)
 
 
 async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | None) -> None:
-    """Records the step that made `version`, evaluates it where the recipe says so, and lets go of old versions."""
+    """Records the step that produced `version`, evaluates the version if the recipe says so, and prunes old versions."""
     metrics = _figures(run, version, report)
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
@@ -42,14 +42,14 @@ async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | Non
 
 
 async def finish_serving_step(run: Run) -> None:
-    """Finishes the step of the serving version where the driver died in it: an evaluation that was due is made."""
+    """Finishes the step of the serving version if the driver died before that."""
     version = run.registry.get(run.served.version)
     if version is not None and version.number and version.number not in measure.recorded_steps(run.folder):
         await finish_step(run, version, None)
 
 
 def record_missing_steps(run: Run) -> None:
-    """Records the steps of versions up to the serving one that have no line: the driver died before it wrote them."""
+    """Records the steps up to the serving version that are not recorded, because the driver died."""
     known = measure.recorded_steps(run.folder)
     for number in range(1, run.served.version + 1):
         version = run.registry.get(number)

@@ -11,13 +11,13 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.version.deltas import read_safetensors_header
 
-_WORTH_SAYING = 2 << 30  # bytes
+_WORTH_SAYING = 2 << 30  # bytes above which a note is printed above which a note is printed
 _MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master and two optimizer moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpace:
-    """Disk space that a run needs."""
+    """The disk space that a run needs."""
 
     base: int  # bytes of the copy of the initial model
     version: int  # bytes of one policy version
@@ -68,7 +68,7 @@ def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ..
         raise UserError(f"{folder}: the first step needs about {_gib(wanted.first)}, and {_gib(free)} are free on this disk", fix=fix)
     if wanted.total > free + held:
         return (f"the run needs up to {_gib(wanted.total)} in {folder}, and {_gib(free)} are free: {parts}\n  fix: {fix}",)
-    return (f"the run keeps up to {_gib(wanted.total)} in {folder}: {parts}",) if wanted.total >= _WORTH_SAYING else ()
+    return (f"the run stores up to {_gib(wanted.total)} in {folder}: {parts}",) if wanted.total >= _WORTH_SAYING else ()
 
 
 def _held(folder: Path) -> int:

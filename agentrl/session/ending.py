@@ -1,6 +1,6 @@
-"""How a run that fails ends: one error, one cause, in a few lines; the traceback is in the driver's log.
+"""Reports how a run failed: one error and one cause in a few lines. The traceback goes to the driver's log.
 
-What fails while another failure is being dealt with is written down there too, and never takes its place.
+An error raised while handling another one is logged and never replaces it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from agentrl.errors import AgentRLError, UserError
 log = logging.getLogger(__name__)
 
 DRIVER_LOG = "logs/driver.log"
-_MOST_TOLD = 100_000  # characters
+_MAX_CHARS = 100_000  # characters
 _CROWDED = 16 << 20
-"""Bytes free on a run's disk below which any failure is put down to that: the smallest checkpoint takes more."""
+"""Free bytes on a run's disk below which a failure is attributed to the full disk. The smallest checkpoint is larger."""
 
 
 @contextmanager
 def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
-    """Runs a step on which no result depends: an error in it becomes a warning, and its traceback goes to the driver's log."""
+    """Runs a step on which no result depends. An error in it becomes a warning, and its traceback goes to the driver's log."""
     try:
         yield
     except Exception as second:
-        append_driver_log(folder, f"a further error, in {doing}", second)
+        append_driver_log(folder, f"a further error in {doing}", second)
         log.warning("%s: %s", doing, one_line_error(second))
 
 
@@ -53,7 +53,7 @@ async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
     except BaseException as last:
         if last is body or (body is None and not isinstance(last, Exception)):
             raise
-        append_driver_log(folder, "a further error, in closing what was open", last)
+        append_driver_log(folder, "a further error while closing", last)
         if body is None:
             _left(last)
     if body is not None:
@@ -94,16 +94,16 @@ def append_driver_log(folder: Path, what: str, error: BaseException | None = Non
 
 
 def ended_by_user(error: BaseException) -> bool:
-    """Whether a person ended it, and nothing else went wrong."""
+    """Whether a user stopped the command, and nothing else failed."""
     return all(isinstance(leaf, asyncio.CancelledError) or user_code.is_interrupt(leaf) for leaf in group_members(error))
 
 
 def report_error(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:
-    """Says on standard error what ended a command, with one cause, and returns the exit code.
+    """Prints on standard error why a command failed, with one cause, and returns the exit code.
 
     Args:
-        folder: the run folder, whose `logs/driver.log` gets the traceback. Without one, a bug shows it.
-        go_on: the command that continues the run, if there is a run to continue.
+        folder: the run folder, whose `logs/driver.log` gets the traceback. Without it, the traceback of a bug is printed.
+        go_on: the command that continues the run, if there is one.
     """
     cause = main_error(error)
     plain = isinstance(cause, UserError) and cause is error
@@ -113,14 +113,10 @@ def report_error(error: BaseException, *, folder: Path | None = None, go_on: str
         lines.append(f"  continue with: {go_on}")
     if written is not None and not isinstance(cause, UserError):
         lines.append(f"  traceback: {written}")
-    elif (
-        written is None and not isinstance(cause, AgentRLError | OSError) and not disk_full_error(cause)
-    ):  # what the system refuses is no bug
+    elif written is None and not isinstance(cause, AgentRLError | OSError) and not disk_full_error(cause):  # a bug
         print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    told = user_code.printable(
-        redact("\n".join(lines)).expandtabs(4), _MOST_TOLD
-    )  # files and what is in them may be named as anybody likes
-    print(told, file=sys.stderr, flush=True)
+    message = user_code.printable(redact("\n".join(lines)).expandtabs(4), _MAX_CHARS)  # file names are arbitrary text
+    print(message, file=sys.stderr, flush=True)
     return 2 if isinstance(cause, UserError) else 1
 
 
@@ -129,15 +125,15 @@ def _words(cause: BaseException, folder: Path | None) -> list[str]:
         return [f"error: {cause}"]
     if (full := disk_full_error(cause)) is not None:
         told = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else one_line_error(full)
-        return [f"failed: {_disk(folder)}: {told}", "  fix: free space there; what was finished is kept"]
+        return [f"failed: {_disk(folder)}: {told}", "  fix: free space there; finished work is kept"]
     at = "" if isinstance(cause, AgentRLError) else raise_location(cause)
     lines = (str(cause) if isinstance(cause, AgentRLError) else one_line_error(cause) + (f" ({at})" if at else "")).splitlines() or [
         one_line_error(cause)
     ]
     if not _crowded(folder):
         return [f"failed: {lines[0]}", *lines[1:]]
-    # The first to meet it is not always who is heard: a library may call it a broken file, and the kernel ends who writes to mapped memory.
-    return [f"failed: {_disk(folder)}, which is likely why: {lines[0]}", "  fix: free space there; what was finished is kept"]
+    # The full disk may appear as another error: a library reports a broken file, and the kernel kills writers to mapped memory.
+    return [f"failed: {_disk(folder)}, which is the likely cause: {lines[0]}", "  fix: free space there; finished work is kept"]
 
 
 def _crowded(folder: Path | None) -> bool:

@@ -1,6 +1,6 @@
-"""A run folder and the command that goes on with it: what it is called, whether it may be used, and how it was started.
+"""Run folders: their names, locks, and how a run was started.
 
-`run.json` keeps the overrides a run was started with. A resumed run has them all again; what is given anew is laid over them.
+`run.json` stores the overrides that a run was started with. A resumed run uses them again; new overrides replace them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _SANDBOX = "sandbox.backend="
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """How a person started a run."""
+    """How a user started a run."""
 
     recipe: Path  # as typed
     folder: Path
     verb: str = "train"  # the command: train, eval or sample
     overrides: tuple[str, ...]
-    began: float = field(default_factory=time.monotonic, compare=False)  # when the command did, in monotonic seconds
+    began: float = field(default_factory=time.monotonic, compare=False)  # start of the command, in monotonic seconds
 
     def command(self, *, resume: bool = False) -> str:
-        """The line for a shell in the same folder, with every override."""
+        """Returns the shell command, for the same directory, with every override."""
         words = [*_program(), self.verb, str(self.recipe)]
         words += [item for item in self.overrides if not item.startswith(_SANDBOX)]
         words += ["--run-dir", str(self.folder)]
@@ -54,7 +54,7 @@ class RunStart:
 
 
 def _program() -> list[str]:
-    """What was typed before `train`: the console script, by its path where it is not on PATH, or this Python."""
+    """The program as typed: the console script, with its path if it is not on PATH, or this Python."""
     typed = Path(sys.argv[0])
     if typed.name == "agentrl":
         found = shutil.which("agentrl")
@@ -63,7 +63,7 @@ def _program() -> list[str]:
 
 
 def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
-    """Overrides one after the other; of a key that is set twice, the later one alone, in its place."""
+    """Joins overrides. A key that is set twice keeps only the later value."""
     both = [*earlier, *later]
     keys = [item.partition("=")[0] for item in both]
     return tuple(item for number, item in enumerate(both) if keys[number] not in keys[number + 1 :])
@@ -71,10 +71,10 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, 
 
 @contextmanager
 def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
-    """The run folder, with this process as its one driver: `wanted`, else in `runs` the first free of `name`, `name-2`, ...
+    """Yields the run folder, with this process as its only driver: `wanted`, or the first free of `name`, `name-2`, ... in `runs`.
 
-    With `resume` it is the last of them that holds a run. Two that start at once get different ones. Raises `UserError` for a
-    folder that another drives, that holds a run already, or that with `resume` holds none.
+    With `resume` it is the last of them that holds a run. Two commands that start at once get different folders. Raises `UserError` for a
+    folder that another process drives, that already holds a run, or that with `resume` holds none.
     """
     with ExitStack() as stack:
         folder = _first_free(stack, runs, name, command) if wanted is None and not resume else wanted or _last(runs, name)
@@ -96,15 +96,16 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
 
 
 def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run."""
     return (folder / _RECIPE).exists()
 
 
 def _no_run(folder: Path) -> UserError:
-    return UserError(f"{folder} holds no run to resume", fix="leave out --resume to start one")
+    return UserError(f"{folder} holds no run to resume", fix="start one without --resume")
 
 
 def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
-    """The lock decides between two that choose in the same instant, and whoever has it looks once more."""
+    """The lock decides between two processes that choose the same folder; the winner checks again that it is vacant."""
     for folder in _names(runs, name):
         if not is_vacant(folder):
             continue
@@ -133,10 +134,10 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
 
 
 def check_same_command(folder: Path, verb: str) -> None:
-    """Raises `UserError` where another command than this one made what is in a folder: it would not go on with it, but spoil it."""
+    """Raises `UserError` if another command created the content of a folder, which this one would damage."""
     made = str(_started(folder).get("verb", "train"))
     if made != verb:
-        raise UserError(f"{folder} holds what `agentrl {made}` made", fix=f"choose another --run-dir, or use agentrl {made}")
+        raise UserError(f"{folder} was created by `agentrl {made}`", fix=f"choose another --run-dir, or use agentrl {made}")
 
 
 def _started(folder: Path) -> dict[str, Any]:
@@ -150,12 +151,12 @@ def _started(folder: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise UserError(
-            f"{path} is damaged ({error})", fix=f"remove it, and give the run's overrides again: {folder / _RECIPE} has them"
+            f"{path} is damaged ({error})", fix=f"delete it, and repeat the run's overrides: {folder / _RECIPE} contains them"
         ) from None
 
 
 def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
-    """The summary of a run that has finished under this recipe, with no work left; else None."""
+    """Returns the summary of a run that has finished under this recipe; else None."""
     starts = sessions.read_sessions(folder)
     if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe):
         return None
@@ -165,10 +166,8 @@ def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
 
 
 def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
-    """The changed keys of a resumed run, one line each. Raises `RecipeError` for a key that is not `resumable`.
-
-    What was sampled under one recipe may not be trained under another.
-    """
+    """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.section.resumable` does not
+    list, because data sampled under one recipe must not be trained under another."""
     before, after = _flat(load(folder / _RECIPE).model_dump()), _flat(recipe.model_dump())
     keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
     changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
@@ -205,16 +204,16 @@ def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
         "recipe": str(start.recipe.resolve()),
         "overrides": start.overrides,
         "directory": str(Path.cwd()),
-        "resume": start.command(resume=True) if start.verb != "eval" else None,  # an evaluation is made again
+        "resume": start.command(resume=True) if start.verb != "eval" else None,  # an evaluation cannot be resumed
     }
     files.write_atomically(folder / _STARTED, json.dumps(started, indent=2) + "\n")
     if start.verb == "train":
-        sessions.record_start(folder)  # before the recipe: what an earlier start has finished, it has not finished under this one
+        sessions.record_start(folder)  # first, so that no earlier session counts as finished under this recipe
     files.write_atomically(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
 
 
 def check_disk(folder: Path) -> None:
-    """Refuses to start on a disk that will be full before the first checkpoint."""
+    """Raises `UserError` if the disk has too little space for the first checkpoint, or the folder is not writable."""
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES:
         raise UserError(f"{folder}: only {free >> 20} MiB are free on this disk", fix="free at least 1 GiB, or choose another --run-dir")

@@ -1,6 +1,6 @@
-"""The judges' servers of a run: started beside the policy's, started again when they die, ended with it.
+"""The judges' servers of a run: started with the policy's server, restarted when they die, and stopped with it.
 
-A judge whose server is being started waits, within its patience; so a server that dies delays, and no episode gets a 0 for it.
+A judge waits for its starting server, within its patience. So a dying server delays scores, but never causes a score of 0.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-_DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # files of a model that decide about what it says
+_DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # files that determine a model's answers
 _CLASSIFIES = "ForSequenceClassification"
 
 
 def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
-    """Tells the judges of this process which servers will be started. Raises `UserError` for a model that cannot be served so.
+    """Registers the servers that will be started with the judges of this process. Raises `UserError` for a model that cannot be served.
 
     Args:
-        folders: of the models, by the name of their server.
+        folders: model folders by server name.
     """
     found = {}
     for name, folder in folders.items():
@@ -53,22 +53,22 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:
-    """Whether a model gives numbers instead of words, as its config.json says."""
+    """Whether a model returns numbers instead of text, according to its config.json."""
     architectures = config.get("architectures")
     return isinstance(architectures, list) and any(isinstance(one, str) and one.endswith(_CLASSIFIES) for one in architectures)
 
 
 def check_judge_servers_used() -> None:
-    """Raises `UserError` for a declared server that nobody would ask. Call it when the recipe's verifiers are loaded."""
+    """Raises `UserError` for a registered server that no judge uses. Call it after the recipe's verifiers are loaded."""
     if idle := known_servers.unused_servers():
         raise UserError(
-            f"judge_servers.{idle[0]} would start a server that no judge of the recipe asks",
-            fix=f'let one ask it: Endpoint(url=served("{idle[0]}"), model="{idle[0]}"), or leave the section out',
+            f"judge_servers.{idle[0]} would start a server that no judge of the recipe uses",
+            fix=f'use it: Endpoint(url=served("{idle[0]}"), model="{idle[0]}"), or remove the section',
         )
 
 
 def check_reward_model_vocabulary(policy: Path) -> None:
-    """Raises `UserError` for a reward model that reads a policy's tokens and has another vocabulary than it.
+    """Raises `UserError` for a reward model that reads the policy's tokens but has another vocabulary.
 
     Args:
         policy: folder of the policy's model.
@@ -76,8 +76,8 @@ def check_reward_model_vocabulary(policy: Path) -> None:
     for name, known in known_servers.registered_servers().items():
         if known.reward_model and not load_record(known.folder).shows and _vocabulary(known.folder) != _vocabulary(policy):
             raise UserError(
-                f"judge_servers.{name}.model reads the tokens of episodes, and has another vocabulary than policy.model",
-                fix="make it from this policy (agentrl tune reward RUN), or from labels, whose texts it then reads (--labels)",
+                f"judge_servers.{name}.model reads the tokens of episodes, but has another vocabulary than policy.model",
+                fix="train it from this policy (agentrl tune reward RUN), or from labels, so that it reads text (--labels)",
             )
 
 
@@ -88,7 +88,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 class JudgeServers:
-    """The servers of a recipe's section `running_judge_servers`, once they were declared."""
+    """The servers of a recipe's `judge_servers` section, after their registration."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class JudgeServers:
         Args:
             folders: of the models, by name.
             folder: the run folder, for logs.
-            gpus: CUDA_VISIBLE_DEVICES of each.
+            gpus: CUDA_VISIBLE_DEVICES by name.
             alert: called with a message for the user when a server is restarted or given up.
         """
         self._restarts = {name: Restarts() for name in folders}
@@ -115,26 +115,27 @@ class JudgeServers:
 
     @property
     def restarts(self) -> dict[str, int]:
+        """Restarts of each server so far."""
         return {name: one.total for name, one in self._restarts.items()}
 
     def start(self) -> None:
-        """Begins to start them, each watched from then on."""
+        """Starts and supervises the servers."""
         self._watching = [asyncio.create_task(self._keep(name), name=f"judge server {name}") for name in self._models]
 
     async def ready(self) -> None:
-        """Returns once each has answered. Raises the error of the first that could not be started."""
+        """Waits until each server has answered. Raises the error of the first that could not be started."""
         for name, event in self._first.items():
             await event.wait()
             if (error := self._failed.get(name)) is not None:
                 raise error
 
     def pid(self, name: str) -> int | None:
-        """Of a running server's process."""
+        """The process id of a running server."""
         server = self._running.get(name)
         return None if server is None else server.pid
 
     async def close(self) -> None:
-        """Ends them all."""
+        """Stops all servers."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -143,7 +144,7 @@ class JudgeServers:
         self._running.clear()
 
     async def _keep(self, name: str) -> None:
-        """One server's life: started, looked at, started again, until it was too often; then its judges are told."""
+        """Supervises one server until it has died too often; then its judges get an error."""
         known, most = known_servers.registered_servers()[name], self._recipe.judge_servers[name].max_restarts
         try:
             while True:
@@ -153,7 +154,7 @@ class JudgeServers:
                     known.refused = f"the judge's server {name} died {failures} times in a row; see logs/judge-{name}.log"
                     self._alert(known.refused)
                     return
-                self._alert(f"the judge's server {name} is replaced: {end}; restart {failures} of at most {most} in a row")
+                self._alert(f"the judge's server {name} is restarted: {end}; restart {failures} of at most {most} in a row")
         except Exception as error:
             known.refused = f"the judge's server {name} cannot be started: {describe_error(error)}"
             self._failed[name] = error if isinstance(error, AgentRLError) else ServingError(known.refused)
@@ -162,7 +163,7 @@ class JudgeServers:
             self._first[name].set()
 
     async def _serve(self, name: str, known: known_servers.JudgeServer) -> str:
-        """Returns, with the reason, once the server has died or makes no progress."""
+        """Runs the server. Returns the reason once it has died or makes no progress."""
         from agentrl.serving.judge_server import JudgeServer
         from agentrl.serving.server import serving_device
 
@@ -200,7 +201,7 @@ async def running_judge_servers(
     gpus: Mapping[str, str | None] | None = None,
     alert: Callable[[str], None] = log.warning,
 ) -> AsyncIterator[JudgeServers]:
-    """The servers, being started; ended when the block is left."""
+    """Starts the servers, and stops them when the block ends."""
     servers = JudgeServers(recipe, folders, folder=folder, gpus=gpus, alert=alert)
     servers.start()
     try:
@@ -210,7 +211,7 @@ async def running_judge_servers(
 
 
 def _hash(folder: Path) -> str:
-    """sha256 over the files that decide about what a model says."""
+    """sha256 of the files that determine a model's answers."""
     whole = hashlib.sha256()
     for path in sorted({path for pattern in _DECIDES for path in folder.glob(pattern) if path.is_file()}):
         whole.update(f"{path.name} {sha256_file(path)}\n".encode())

@@ -1,4 +1,4 @@
-"""The judges' servers of a recipe where there is no run: for a measurement, a check, practice."""
+"""The judges' servers of a recipe outside of a run: for calibration, checks and practice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.session.preflight import declare_judges
 
 @asynccontextmanager
 async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
-    """Around what asks the judges of a recipe: their servers answer, if it starts any. Their logs stay where something fails.
+    """Serves the judges of a recipe, if it has any. Their logs are kept if something fails.
 
     Raises `UserError` for a model that cannot be served, and `ServingError` for a server that does not start.
     """

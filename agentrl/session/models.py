@@ -1,4 +1,4 @@
-"""The model of a run: where it comes from, its copy as version 0, and what a run leaves as its result."""
+"""The model of a run: its source, its copy as version 0, and the exported result."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _OF_A_VERSION = (
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
-    """The folder of a model: a folder of the project, else a Hugging Face id from the local cache or the hub.
+    """Returns the folder of a model: a folder of the project, or a Hugging Face id from the local cache or the hub.
 
-    Raises `UserError` when there is none, or when a file in it is missing or cut off, a `chat_template` among them.
+    Raises `UserError` if there is none, or if a file in it is missing or truncated, such as a required `chat_template`.
     """
     folder = (root / model).resolve()
     if (folder / deltas.DELTA_RECORD).is_file():  # a version of a run
         try:
             deltas.materialize(folder)
         except ValueError as error:
-            raise UserError(f"{key}: {error}", fix="take another version of that run, or its model/ folder") from error
+            raise UserError(f"{key}: {error}", fix="use another version of that run, or its model/ folder") from error
     if not folder.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
-            raise UserError(f"{key}: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B")
+            raise UserError(f"{key}: no folder {folder}", fix="use a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B")
         folder = _download(model, key)
     check_model_files(folder, chat_template=chat_template, key=key)
     return folder
@@ -58,14 +58,14 @@ def _download(model: str, key: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
             f"{key}: {model!r} is not a folder here and could not be downloaded ({type(error).__name__})",
-            fix="check the path or the network, or download it first and give its folder",
+            fix="check the path or the network, or download it first and use its folder",
         ) from error
 
 
 def copy_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
-    """Copies the base policy into the run folder as version 0, beside and renamed; a later change of the source cannot reach it.
+    """Copies the base policy atomically into the run folder as version 0, so that later changes of the source do not affect the run.
 
-    A chat `template` of the recipe takes the place of the model's own, and goes from here into every version and into the result.
+    A chat `template` of the recipe replaces the model's own, and is copied from here into every version and into the result.
     """
     if target.exists():
         return
@@ -82,7 +82,7 @@ def copy_base_version(model: Path, target: Path, *, template: str | None = None)
 
 
 def _merge_shards(shards: list[Path], target: Path) -> None:
-    """A version is one weight file with one hash, so a model that was downloaded in shards is joined."""
+    """Joins a sharded model, because a version is one weight file with one hash."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -90,10 +90,10 @@ def _merge_shards(shards: list[Path], target: Path) -> None:
 
 
 def export_model(source: Path, target: Path, *, base: Path, sampling: Sampling) -> None:
-    """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export.
+    """Writes the policy as a Hugging Face folder (with hard links if the disk allows) and replaces an older export.
 
-    A version that is an adapter becomes a whole model, merged with `base`, and is kept as it is in `adapter/` beside it.
-    `sampling`, of the run's evaluations, goes with it. Raises `StoreError` when the version is a delta that cannot be made whole.
+    An adapter version is merged with `base`, and also copied unmerged to `adapter/` next to it. `sampling`, from the run's evaluations, is
+    stored with it. Raises `StoreError` for a delta version whose base is missing.
     """
     if not (source / ADAPTER).is_file():
         try:
@@ -116,12 +116,12 @@ def _export(
     probe: Path | None = None,
     sampling: Sampling | None = None,
 ) -> None:
-    """Copies a version's folder, without what only the run needs.
+    """Copies a version's folder without the files that only the run needs.
 
     Args:
-        weights: writes the weights' file instead of copying the source's.
-        probe: file with the reference logprobs of these weights; None: the source's, if it has one.
-        sampling: written as `SAMPLING_FILE`.
+        weights: writes the weight file; None copies the source's.
+        probe: file with the probe logprobs of these weights; None copies the source's, if it has one.
+        sampling: written as `SAMPLING`.
     """
     beside = partial_folder(target)
     if weights is not None:

@@ -1,4 +1,4 @@
-"""The parts of a running pipeline: opened from a recipe, held together by `Run`, and closed in reverse order, whatever happens."""
+"""Opens the parts of a run from its recipe, and closes them in reverse order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One running pipeline: its parts, and how far it is."""
+    """The parts of a running pipeline, and its progress."""
 
     recipe: Recipe
     folder: Path
@@ -85,21 +85,21 @@ class Run:
     step_groups: StepGroups
     learner: LearnerProcess
     judges: JudgeServers
-    stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
+    stop_at: int  # learner step after which the run ends; the first ctrl-C lowers it
     learning: bool = False
     interrupted: bool = False
-    unfinished_groups: tuple[Group, ...] = ()  # at the end: the stored groups of steps that are not done
-    last_step_at: float | None = None  # None: no step was made by this driver
-    suite: Suite | None = None  # that versions are held to, where the recipe has a gate
+    unfinished_groups: tuple[Group, ...] = ()  # at the end: the stored groups of unfinished steps
+    last_step_at: float | None = None  # None until this driver has finished a step
+    suite: Suite | None = None  # of the gate
     memory: RunMemory | None = None
-    gate_server: GateServer | None = None  # where the gate has one of its own
+    gate_server: GateServer | None = None  # with gate.server=own
 
     async def start_serving(self, version: PolicyVersion, *, judging: bool = False, learning: bool = False) -> None:
-        """Starts the servers with a version, and meanwhile makes the images of the family's sandboxes.
+        """Starts the servers with a version, and builds the images of the family's sandboxes in the meantime.
 
         Args:
-            judging: whether the gate will judge; otherwise its server is not started.
-            learning: whether the learner is being started; it writes the reference logprobs of version 0.
+            judging: whether the gate will run; otherwise its server is not started.
+            learning: whether the learner is starting; it writes the probe logprobs of version 0.
         """
         async with asyncio.TaskGroup() as starting:
             for spec in sandbox_specs(self.family):
@@ -111,7 +111,7 @@ class Run:
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
-        """Finish the step in hand, if there is one; save, report."""
+        """Ends the run after the current step, if there is one."""
         self.interrupted = True
         self.stop_at = min(self.stop_at, self.served.version + 1 if self.learning else max(self.served.version, 0))
 
@@ -120,10 +120,10 @@ class Run:
 async def open_run(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool, steps: StepGroups | None = None
 ) -> AsyncIterator[Run]:
-    """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens.
+    """Runs the slow checks, then opens the parts of a run. Closes them in reverse order.
 
     Args:
-        steps: which groups make a step; None: as the recipe says.
+        steps: the groups of each step; None means those of the recipe.
     """
     run_dir = start.folder
     steps = steps or StepGroups.from_config(recipe.rollout)
@@ -134,7 +134,7 @@ async def open_run(
         stack.push_async_callback(sandboxes.close)
         await check_snapshots(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
         base = run_dir / "versions" / "000000"
-        model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
+        model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run has its template
         chat = open_chat(model, template, policy=recipe.policy)
         others = [case.task for case in checked.suite.cases] if checked.suite is not None else []
         if checked.practice is not None:
@@ -149,7 +149,7 @@ async def open_run(
         )
         if checked.suite is not None:
             check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-        if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
+        if recipe.rollout.agent in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
             check_prompt(chat, checked.family, tools, placeholder_memory(recipe), recipe.rollout.instructions)
         check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
@@ -167,7 +167,7 @@ async def open_run(
         stack.callback(store.close)
         running = FolderCheckpoints(run_dir / "running")
         for index in running.groups():
-            if store.has(index):  # stored, and then the driver died
+            if store.has(index):  # the driver died after storing it
                 running.remove_group(index)
         memory = open_memory(recipe, run_dir, store, steps)
         if memory is not None:
@@ -235,14 +235,14 @@ async def open_run(
 
 
 def fault_rate(recipe: Recipe) -> FaultRate:
-    """Of all attempts that a run has in flight: when a daemon dies, those of a gate with a server of its own fail with the rollouts."""
+    """The fault rate of all attempts in flight, including those of a gate with its own server, because a dead daemon fails both."""
     return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.max_concurrent_episodes)
 
 
 def open_policy_server(
     recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement, *, alert: Callable[[str], None] = log.warning
 ) -> PolicyServer:
-    """The policy on one server, or on several. `alert`: called with a message for the user when a server is restarted."""
+    """Opens the policy's server, or a pool of several. `alert`: called with a message for the user when a server is restarted."""
     if recipe.serving.replicas == 1:
         return SupervisedServer(recipe, run_dir, registry, gpus=gpus.server, alert=alert)
     return ServerPool(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)
@@ -264,7 +264,7 @@ def build_group_runner(
     memory: MemorySource | None = None,
     pace: Pace | None = None,
 ) -> GroupRunner:
-    """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
+    """Builds the group runner from the recipe's settings, policy, sandboxes and scorer."""
     named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
     together = None if group_judge is None else GroupJudgeScorer(judge=group_judge, name=named, weight=weight, task_scorer=scorer)
     runner = EpisodeRunner(

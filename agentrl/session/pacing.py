@@ -1,4 +1,4 @@
-"""Stores the pace of the policy's server in the run folder, so that a resumed run compares the server with the earlier sessions."""
+"""Stores the pace of the policy's server in the run folder, so that a resumed run compares the server with earlier sessions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ PACE_FILE = "pace.json"
 
 
 def restore_pace(recipe: Recipe, folder: Path) -> Pace:
-    """The pace of a run, with the history of its earlier processes if settings and machine are the same, else without history."""
+    """Returns the pace of a run, with the history of its earlier processes if settings and machine are the same."""
     pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["of"] == _settings(recipe):
             pace.restore(data["history"])
         else:
-            log.warning("the usual pace of the server is measured again: machine or settings differ from those of %s", path)
+            log.warning("the server's usual pace is measured again: machine or settings differ from those of %s", path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        log.warning("the usual pace of the server is measured again: %s cannot be read (%s)", path, error)
+        log.warning("the server's usual pace is measured again: %s cannot be read (%s)", path, error)
     return pace
 
 

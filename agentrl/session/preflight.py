@@ -1,4 +1,4 @@
-"""Everything that can be checked before a run starts anything: what is installed, the model, the user's code; and the base version."""
+"""The checks before a run starts anything: installed packages, the model and user-supplied code."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ _THERE = "correct it there"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """What the checks before a start have found and opened; nothing in it runs."""
+    """What the checks before a start have opened. Nothing in it is running."""
 
-    model: Path  # folder of the policy that the run begins with
-    template: str | None  # a chat template in place of the model's own, of a run that has not begun
+    model: Path  # folder of the initial policy
+    template: str | None  # a chat template that replaces the model's own, in a new run
     family: TaskFamily
-    scorer: TaskScorer  # with the verifiers of the first task
+    scorer: TaskScorer  # has loaded the verifiers of the first task
     gpus: Placement
-    suite: Suite | None = None  # of the gate, where the recipe has one
-    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # what is never trained on
-    practice: PracticeSchedule | None = None  # tasks made from cases, where the recipe has some
-    group_judge: GroupJudge | None = None  # of all attempts of a group together, where the recipe names one
+    suite: Suite | None = None  # of the gate, if the recipe has one
+    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # tasks that are never trained on
+    practice: PracticeSchedule | None = None  # tasks generated from cases, if the recipe has any
+    group_judge: GroupJudge | None = None  # judges all attempts of a group together, if the recipe has one
     judges: Mapping[str, Path] = field(default_factory=dict)  # model folders of the judges' servers, by name
-    notes: tuple[str, ...] = ()  # what a person should know, and what refuses no run
+    notes: tuple[str, ...] = ()  # alerts that do not forbid the run
 
 
 def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> PreflightResult:
-    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first.
+    """Runs all checks that take a second or two, the cheapest first. Raises `UserError`.
 
-    `training`: whether a learner and the recipe's gate are to start, and need GPUs.
+    `training`: whether a learner and the recipe's gate will start and need GPUs.
     """
     check_disk(folder)
-    named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
+    named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # version 0 of a resumed run has its template
     template = None if named is None or begun else read_template(named, root)
     if recipe.policy.tool_format is not None:
         forms.call_form(recipe.policy.tool_format)
@@ -114,7 +114,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
 
 
 def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
-    """The model folders of the judges' servers that the recipe starts, declared to the judges of this process. Raises `UserError`."""
+    """Returns the model folders of the judges' servers and registers these servers for this process. Raises `UserError`."""
     folders = {
         name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
         for name, config in recipe.judge_servers.items()
@@ -124,7 +124,7 @@ def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Resolves every part that the recipe names by reference and holds it to its protocol. Raises `PluginError` with all that is wrong."""
+    """Resolves all plug-ins of the recipe and checks them against their protocols. Raises `PluginError` with all problems."""
     serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
     named: list[tuple[parts.PartKind, str, parts.Options]] = [
         (parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options),
@@ -137,7 +137,7 @@ def check_parts(recipe: Recipe) -> None:
     ]
     wrong: list[PluginError] = []
     for kind, name, options in named:
-        if name not in kind.shipped:  # what ships is held to its protocol by the type checker
+        if name not in kind.shipped:  # the type checker checks built-in parts
             try:
                 parts.load_part(kind, name, options)
             except PluginError as error:
@@ -150,14 +150,15 @@ def check_parts(recipe: Recipe) -> None:
 
 
 def _check_agent(recipe: Recipe) -> None:
-    """Raises `UserError` where the recipe asks for what its agent says that it has not: states between turns, or the tools of tasks."""
+    """Raises `UserError` if the recipe needs something that its agent declares not to support: states between turns, or the tools of
+    tasks."""
     rollout = recipe.rollout
     if rollout.agent in parts.AGENT.shipped:
         return
     agent = parts.load_part(parts.AGENT, rollout.agent, rollout.agent_options)
     agent = getattr(agent, "func", agent)
-    states = ("boundaries", "what that agent keeps between two turns cannot be captured")
-    tools = ("task_tools", "that agent brings its own tools, and shows nobody those of a task")
+    states = ("boundaries", "the state of that agent between two turns cannot be captured")
+    tools = ("task_tools", "that agent uses its own tools instead of those of the task")
     wanted = {
         "rollout.branching": (rollout.branching is not None, *states),
         "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
@@ -167,11 +168,11 @@ def _check_agent(recipe: Recipe) -> None:
     }
     for key, (given, has, why) in wanted.items():
         if given and not getattr(agent, has, True):
-            raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"leave {key} out")
+            raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"remove {key}")
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:
-    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had, or use no sandbox where each is to have one."""
+    """Raises `UserError` if the recipe's tools for sub-agents do not load, or need no sandbox although each sub-agent would get its own."""
     config = recipe.rollout.delegation
     names = config.tools if config is not None and config.tools is not None else ()
     try:
@@ -183,12 +184,12 @@ def check_delegation(recipe: Recipe, *, root: Path) -> None:
     if not any(tool.needs_sandbox for tool in tools.values()):
         raise RecipeError(
             "rollout.delegation.sandbox=own does nothing: none of rollout.delegation.tools uses a sandbox",
-            fix="give sub-agents one that does, such as python or shell, or leave it at shared",
+            fix="give sub-agents a tool that does, such as python or shell, or use shared",
         )
 
 
 def _try_objective(recipe: Recipe) -> None:
-    """Tries an estimator or loss of somebody's on a tiny step; those that ship are not waited for."""
+    """Tries a user-supplied estimator or loss on a tiny step."""
     if recipe.objective.advantage not in parts.ADVANTAGE.shipped:
         try_estimator(recipe.objective, group_size=recipe.rollout.group_size)
     if recipe.objective.loss not in parts.LOSS.shipped:
@@ -197,7 +198,7 @@ def _try_objective(recipe: Recipe) -> None:
 
 def _check_installed(recipe: Recipe) -> None:
     from agentrl.serving.process import free_port
-    from agentrl.serving.server import serving_device  # brings an HTTP client along
+    from agentrl.serving.server import serving_device  # imports an HTTP client
 
     serving_device(recipe)
     if recipe.memory is not None:
@@ -210,9 +211,9 @@ def _check_installed(recipe: Recipe) -> None:
 
 
 def _check_known(kind: str) -> None:
-    """Raises `UserError` for a model type that the installed transformers names nowhere among its automatic classes.
+    """Raises `UserError` for a model type that the installed transformers does not know.
 
-    Importing them takes many seconds, their text none.
+    It searches the source of the automatic classes, because importing them takes many seconds.
     """
     spec = find_spec("transformers")
     places = spec.submodule_search_locations if spec is not None else None
@@ -220,12 +221,12 @@ def _check_known(kind: str) -> None:
     if files and not any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in files):
         raise UserError(
             f"policy.model: the installed transformers does not know the model type {kind!r}",
-            fix="use an architecture that it has, such as Qwen3 or Llama, or a newer transformers",
+            fix="use a supported architecture, such as Qwen3 or Llama, or a newer transformers",
         )
 
 
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
-    """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
+    """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, also for a bug in them."""
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
     named = recipe.tasks.family
 
@@ -234,12 +235,12 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
 
     with raising_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be made: {said(error)}", fix=_THERE), but=(AgentRLError,)):
+    with raising_as(lambda error: TaskError(f"the first task of {named!r} cannot be created: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     if not isinstance(first, Task):
         raise TaskError(
-            f"the first task of {named!r} is not a Task but of type {type(first).__name__}",
+            f"the first task of {named!r} has type {type(first).__name__} instead of Task",
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
@@ -250,7 +251,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
 
 
 def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) -> GroupJudge | None:
-    """The judge of whole groups, prepared; None where the recipe names none. Raises `UserError`."""
+    """Returns the prepared judge of groups; None if the recipe has none. Raises `UserError`."""
     if recipe.tasks.group_judge is None:
         return None
     judge = load_group_judge(recipe.tasks.group_judge)
@@ -259,7 +260,7 @@ def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) 
 
 
 def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
-    """The suite of the recipe's gate; None without a gate. Raises `UserError` where it is none, or a verifier or tool is not there."""
+    """Returns the suite of the recipe's gate; None without a gate. Raises `UserError` if it is invalid or a verifier or tool is missing."""
     if recipe.gate is None:
         return None
     if recipe.serving.weight_transfer == "nccl":
@@ -272,8 +273,8 @@ def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite 
     most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
     if recipe.gate.confirm and not can_trigger_retry(most, most):
         raise UserError(
-            f"gate.confirm={recipe.gate.confirm} does nothing: no case of {recipe.gate.suite} is tried more than {most} times, and so few"
-            " attempts single out no case",
+            f"gate.confirm={recipe.gate.confirm} does nothing: no case of {recipe.gate.suite} has more than {most} attempts, and so few"
+            " attempts cannot make a case suspicious",
             fix="set gate.confirm=0, or gate.repeats=3 or more, or give the cases that must hold repeats of their own",
         )
     return suite
@@ -287,7 +288,7 @@ def measured_suites(recipe: Recipe) -> list[str]:
 
 
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
-    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve.
+    """Resolves the verifiers and tools of every case. Raises `PluginError` for one that does not resolve.
 
     `root`: the project. A case that names code or images outside it raises `UserError`. None disables this check, for cases from the
     recipe's own family.
@@ -300,15 +301,15 @@ def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = Non
 
 
 def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
-    """Raises `UserError` where a split that the recipe uses is empty, or its size no number."""
+    """Raises `UserError` if a split that the recipe uses is empty, or its size is not a number."""
     evaluation = recipe.evaluation
     needed = {Split.TRAIN: 1, Split.HELDOUT: evaluation.heldout, Split.HELDOUT_REAL: evaluation.heldout_real}
     for split, count in needed.items():
         size: object = family.size(split) if count else None
         if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
             raise PluginError(
-                f"tasks.family {recipe.tasks.family!r}: size({split}) gave {type(size).__name__}, not a number of tasks",
-                fix="return how many tasks the split has, or None where it has no end",
+                f"tasks.family {recipe.tasks.family!r}: size({split}) returned {type(size).__name__} instead of a number of tasks",
+                fix="return the number of tasks in the split, or None if it is endless",
             )
         if size is not None and size < 1:
             instead = "" if split is Split.TRAIN else f", or set evaluation.{split}=0"
@@ -316,10 +317,10 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
 
 
 def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig | None = None) -> ChatFormat:
-    """The chat format of a model's tokenizer, with a `template` in place of its own. Imports transformers, and so comes last.
+    """Returns the chat format of a model's tokenizer. `template` replaces the model's own. Imports transformers, so it is checked last.
 
-    `policy` says how calls are read, and what becomes of a template that cannot be extended. Raises `UserError` for a tokenizer that
-    does not load, for a template that cannot be used with it, and for a form of tool calls that nothing reads.
+    `policy` sets the format of tool calls and the handling of a template that cannot be extended. Raises `UserError` for a tokenizer that
+    does not load, an unusable template, or an unknown format of tool calls.
     """
     from agentrl.agent.chat import load_chat
 
@@ -329,10 +330,10 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
         return load_chat(str(model), template, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     except (AgentRLError, ImportError):
         raise
-    except Exception as error:  # transformers and tokenizers raise whatever their parsers met
+    except Exception as error:  # transformers and tokenizers raise arbitrary errors
         raise UserError(
             f"policy.model: the tokenizer in {model} cannot be used: {one_line_error(error)}",
-            fix="save the tokenizer again with save_pretrained, by the transformers that is installed here",
+            fix="save the tokenizer again with save_pretrained of the installed transformers",
         ) from error
 
 
@@ -343,7 +344,7 @@ def check_prompt(
     memory: EpisodeMemory | None = None,
     instructions: str | None = None,
 ) -> None:
-    """Raises `UserError` when the chat template does not take the first task: its messages, its tools, or its bound on thinking."""
+    """Raises `UserError` if the chat template does not accept the first task: its messages, its tools, or its bound on thinking."""
     first = family.task(Split.TRAIN, 0)
     thinking_bound(first, chat.thinking)
     chat.opening(
@@ -352,13 +353,13 @@ def check_prompt(
 
 
 def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
-    """Raises `UserError` when the bounds on thinking that evaluations are to try cannot be kept, or leave no room for an answer."""
+    """Raises `UserError` if the thinking bounds of the recipe's evaluations cannot be enforced, or leave no room for an answer."""
     if not config.thinking_tokens:
         return
     if chat.thinking is None:
         raise UserError(
-            "evaluation.thinking_tokens does nothing: the policy's chat template has no <think> and </think>, so no thinking can be told",
-            fix="leave it out, or use a model that thinks between them",
+            "evaluation.thinking_tokens does nothing: the policy's chat template has no <think> and </think>",
+            fix="remove it, or use a model that thinks between these tags",
         )
     for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
         if count and family.size(split) != 0:

@@ -1,7 +1,7 @@
-"""The practice of a run: opened before the start, held apart from what the run measures, and kept as it was in the run folder.
+"""The practice of a run: opened before the start, kept separate from the evaluated tasks, and copied to the run folder.
 
-Cases are often failures of an evaluation, so that their tasks are held-out ones of the very recipe that practises. What is made from
-them is no copy, but the held-out rate then measures some questions whose like were trained on, and says so.
+Cases are often failures of an evaluation, so their tasks may be held-out tasks of the same recipe. Generated practice tasks are no copies,
+but the held-out rate then includes questions similar to trained ones; a note says so.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from agentrl.reward import TaskScorer
 from agentrl.task import make_task
 
 PRACTICE_FOLDER = "practice"
-"""Of a run folder: the files of practice that the run trains on."""
+"""Folder within a run folder: the practice files that the run trains on."""
 
 
 def open_run_practice(
     recipe: Recipe, family: TaskFamily, scorer: TaskScorer, kept_away: WithheldTasks, *, root: Path, folder: Path
 ) -> tuple[PracticeSchedule | None, tuple[str, ...]]:
-    """The recipe's practice, with the verifiers and tools of its tasks, and what a person should know of it; None without any.
+    """Opens the recipe's practice, with the verifiers and tools of its tasks. Returns it (None without practice) and notes for the user.
 
-    A run that has begun goes on with the files that it began with.
-
-    Raises `UserError` where there is none, or where a task is one that the run measures with, or a near twin.
+    A resumed run uses the files that it started with. Raises `UserError` if practice is missing, or if a task equals or nearly equals one
+    that the run evaluates.
     """
     config = recipe.tasks.practice
     if config is None:
@@ -54,12 +53,12 @@ def open_run_practice(
 
 
 def held_out_cases(recipe: Recipe, family: TaskFamily) -> list[Case]:
-    """The held-out tasks that the recipe's evaluations ask, as cases of no suite. Raises `TaskError` where one cannot be made."""
+    """Returns the held-out tasks of the recipe's evaluations as cases. Raises `TaskError` if one cannot be created."""
     return [Case(id=f"heldout-{number}", task=task) for number, task in enumerate(_heldout(recipe, family))]
 
 
 def copy_practice_files(run_dir: Path, recipe: Recipe, *, root: Path) -> None:
-    """Copies the files that a run practises on into its folder, once."""
+    """Copies the practice files into the run folder, once."""
     for number, suite in enumerate(recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()):
         kept = _kept(run_dir, number, suite)
         if not kept.exists():
@@ -81,14 +80,14 @@ def _heldout(recipe: Recipe, family: TaskFamily) -> Iterator[Task]:
                 yield make_task(family, split, index)
         except AgentRLError:
             raise
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
-            raise TaskError(f"a task of split {split} cannot be made: {one_line_error(error)}", fix="correct it in its family") from error
+        except (Exception, SystemExit) as error:  # user-supplied code may raise anything
+            raise TaskError(f"a task of split {split} cannot be created: {one_line_error(error)}", fix="correct its family") from error
 
 
 def _notes(from_them: int, measured: int) -> tuple[str, ...]:
     if not from_them:
         return ()
     return (
-        f"practice is made from {from_them} cases that are among the {measured} held-out tasks of this run's evaluations: of these its"
-        " held-out rate says how well practised questions go. Another seed measures with other tasks",
+        f"practice is generated from {from_them} cases that are among the {measured} held-out tasks of this run's evaluations. There, the"
+        " held-out rate measures practised questions. Another seed evaluates other tasks",
     )

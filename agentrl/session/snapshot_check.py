@@ -1,4 +1,4 @@
-"""Whether somebody's backend makes copies of a working directory, tried once before a run that is built on them."""
+"""Checks once, before a run that needs it, whether a user-supplied backend can copy a working directory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PATH, _DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 
 async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
-    """Opens a sandbox of the task's from the snapshot of another one, where the recipe asks for that. Backends that ship are not asked.
+    """Opens a sandbox from the snapshot of another one, if the recipe needs that. Built-in backends are not checked.
 
-    Raises `UserError` where a snapshot cannot be made, or does not open into the same files; `InfrastructureError` where no sandbox opens.
+    Raises `UserError` if no snapshot can be taken or it does not restore the same files, and `InfrastructureError` if no sandbox opens.
     """
     rollout = recipe.rollout
     wanted = {
@@ -34,24 +34,24 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
         await first.close()
     if problem:
         raise UserError(
-            f"{key} needs copies of a working directory, and sandbox.backend={recipe.sandbox.backend} makes none: {problem}",
-            fix="write its Sandbox.snapshot() and open(snapshot=...) (agentrl sandbox check tries them), take another backend, or leave"
-            f" {key.partition('=')[0]} out",
+            f"{key} needs copies of a working directory, and sandbox.backend={recipe.sandbox.backend} does not create them: {problem}",
+            fix="implement its Sandbox.snapshot() and open(snapshot=...) (agentrl sandbox check tests them), use another backend, or remove"
+            f" {key.partition('=')[0]}",
         )
 
 
 async def _tried(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: Sandbox) -> str:
-    """What is wrong with a copy of the first sandbox's working directory; empty: nothing."""
+    """What is wrong with a copy of the first sandbox's working directory; empty if nothing is."""
     await first.write(_PATH, _DATA)
     try:
         archive = await first.snapshot()
         second = await sandboxes.open(task.sandbox, snapshot=archive, timeout_s=recipe.sandbox.open_timeout_s)
-    except Exception as error:  # a backend of somebody's may raise anything
+    except Exception as error:  # a user-supplied backend may raise anything
         return one_line_error(error)
     try:
         found = await second.read(_PATH, max_bytes=2 * len(_DATA))
-        return "" if found == _DATA else "a file of it has other content"
+        return "" if found == _DATA else "a file in it has other content"
     except (FileNotFoundError, ValueError) as error:
-        return f"a file of it is missing: {one_line_error(error)}"
+        return f"a file in it is missing: {one_line_error(error)}"
     finally:
         await second.close()

@@ -1,4 +1,4 @@
-"""Episodes as plain text for people: one JSON object a line in `episodes/`, read by the report."""
+"""Episodes as plain text, one JSON object per line in `episodes/`, for the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.records import Message, ScoredEpisode, Task, Trajectory
 
 
 def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> dict[str, Any]:
-    """What was asked, said, run, shown and judged in one episode: `messages` of its first trajectory, and `trajectories`, the others."""
+    """Returns one episode as JSON data: `messages` of its first trajectory, and the others in `trajectories`."""
     episode = scored.episode
     main, *others = episode.trajectories or (None,)
     return {
@@ -45,7 +45,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
 
 
 def _messages(prompt: Sequence[Message], trajectory: Trajectory | None) -> list[dict[str, Any]]:
-    """What a trajectory began with, then what was said and shown in it."""
+    """The prompt of a trajectory, then its turns and tool results."""
     messages = [_said(message) for message in prompt]
     for turn in trajectory.turns if trajectory is not None else ():
         messages.append(_said(turn.message))
@@ -59,4 +59,5 @@ def _said(message: Message) -> dict[str, Any]:
 
 
 def append_transcripts(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Appends transcripts to a file."""
     append_lines(path, map(json_line, lines))

@@ -1,8 +1,8 @@
-"""What the groups of a run taught, a line each in `tasks.jsonl` of its folder, and the weights of its tasks that follow from it.
+"""The tasks of a run's groups, the outcome of each group (a line in `tasks.jsonl`), and the resulting task weights.
 
-The weights of a step are a pure function of the stored groups of all steps before step `s - max_staleness`, which are there when step `s`
-may begin: a resumed run gives each group the task that it had. The file saves reading the groups again, and is what the report reads; a
-group without a line, which a killed process may leave, is read from the store and its task made anew.
+The weights of a step are a pure function of the stored groups of all steps before step `s - max_staleness`, which are stored when step `s`
+may start. So a resumed run gives each group the same task. The file saves rereading the groups, and the report reads it. A group without a
+line, after a crash, is read from the store and its task is created again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from agentrl.records import Group, Split, Task, codec
 from agentrl.task import GroupOutcome, GroupSchedule, TaskHistory
 
 TASKS_FILE = "tasks.jsonl"
-_KEPT = 4  # steps whose weights are remembered after the learner has consumed them
+_KEPT = 4  # steps whose weights are kept after the learner has consumed them
 
 
 class GroupTasks:
-    """The tasks of a run's groups, chosen and written down."""
+    """Chooses the tasks of a run's groups and records their outcomes."""
 
     def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, steps: StepGroups) -> None:
         self._path = folder / TASKS_FILE
@@ -37,13 +37,13 @@ class GroupTasks:
         if recipe.tasks.weighting is not None:
             by_task = schedule.family.size(Split.TRAIN) is not None
             self._record = TaskHistory(recipe.tasks.weighting, min_group_size=self._steps.min_group_size, by_task=by_task)
-        self._lines: dict[int, GroupOutcome] | None = None  # of the file, until they are in the record
-        self._reached = 0  # steps that are in the record
+        self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
+        self._reached = 0  # steps that are in the history
         self._weights = {step: self._record.weights() for step in range(self._behind + 1)} if self._record is not None else {}
         self._reaching = asyncio.Lock()
 
     async def prepare_step(self, step: int) -> None:
-        """Makes the weights of a step. Called once the step may begin, when the groups that they follow from are in the store."""
+        """Computes the weights of a step. Call it once the step may start, when the groups that they depend on are stored."""
         if self._record is None:
             return
         async with self._reaching:
@@ -56,15 +56,15 @@ class GroupTasks:
                 self._reached += 1
                 self._weights[self._reached + self._behind] = self._record.weights()
                 self._weights.pop(self._reached - _KEPT, None)
-                await asyncio.sleep(0)  # a resumed run may have many steps, and others wait
+                await asyncio.sleep(0)  # a resumed run may have many steps, and other tasks wait
 
     def task(self, index: int) -> Task:
-        """The task of group `index`. Raises what `GroupSchedule.task` does."""
+        """Returns the task of group `index`. Raises like `GroupSchedule.task`."""
         weights = None if self._record is None else self._weights[self._steps.step_of(index)]
         return self._schedule.task(self._steps.position(index), weights)
 
     def record(self, task: Task, group: Group) -> None:
-        """Writes down what a stored group taught; nothing of a task that practises a suite, which is none of the family's."""
+        """Records the outcome of a stored group, unless its task is practice."""
         if self._schedule.is_practice(self._steps.position(group.index)):
             return
         taught = GroupOutcome.from_group(task, group)
@@ -73,7 +73,7 @@ class GroupTasks:
             self._lines[group.index] = taught
 
     def _step(self, groups: Iterable[tuple[int, Group | None]]) -> Iterator[GroupOutcome]:
-        """What the groups taught that a step consumed."""
+        """The outcomes of the groups that a step consumed."""
         assert self._lines is not None, "the file is read first"
         for index, group in groups:
             if (line := self._lines.pop(index, None)) is not None:
@@ -82,23 +82,23 @@ class GroupTasks:
                 yield GroupOutcome.from_group(task, group)
 
     def _consumed(self, step: int) -> list[tuple[int, Group | None]]:
-        """The groups that a step consumed, each as it is stored where it has no line."""
+        """The groups that a step consumed; those without a recorded outcome are read from the store."""
         assert self._lines is not None, "the file is read first"
         indices = self._steps.consumed_indices(step, self._store)
         if indices is None:
-            raise StoreError(f"what step {step} taught is not known: some of its groups are not in the experience store")
+            raise StoreError(f"the outcomes of step {step} are unknown: some of its groups are not in the experience store")
         told = [index in self._lines or self._schedule.is_practice(self._steps.position(index)) for index in indices]
         return [(index, None if known else self._store.groups([index])[0]) for index, known in zip(indices, told, strict=True)]
 
     def _again(self, group: Group) -> Task | None:
-        """The task of a group without a line; None where there was none. Raises `TaskError` for one that cannot be made any more."""
+        """The task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""
         try:
             return self.task(group.index)
         except Exception as error:  # a family may raise anything
             if not group.scored:
                 return None
             raise TaskError(
-                f"group {group.index} had a task that cannot be made again, to weigh the next ones by it: {describe_error(error)}",
+                f"the task of group {group.index}, which later weights depend on, cannot be created again: {describe_error(error)}",
                 fix="repair the family's task(), then continue with --resume",
             ) from error
 

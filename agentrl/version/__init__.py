@@ -1,7 +1,4 @@
-"""The registry of policy versions: which weights exist, which of them serve, which proved good, which were retracted.
-
-It is kept in the run folder (`versions/000012/version.json`), through which processes share it.
-"""
+"""The registry of policy versions in the run folder (`versions/000012/version.json`), through which processes share their states."""
 
 from agentrl.version.registry import FolderRegistry
 

@@ -1,21 +1,20 @@
-"""Policy versions as folders: `versions/000012/version.json` beside that version's weights.
+"""Policy versions as folders: `versions/000012/version.json` next to that version's weights.
 
 States:
 
-    candidate    published; has neither served nor been judged
-    serving      the servers answer with it; it has not been judged yet. At most one version at a time
-    served       another one took over from it before it was judged
-    promoted     judged good; may serve, and stays the place to come back to
-    rolled_back  refused; never serves again
+    candidate    published; it has neither served nor been evaluated
+    serving      the servers answer with it, and the gate has not decided yet; at most one version at a time
+    served       another version replaced it before the gate decided
+    promoted     admitted by the gate; it may serve, and the run can fall back to it
+    rolled_back  rejected; never serves again
 
     candidate -> serving | promoted | rolled_back
     serving   -> served | promoted | rolled_back
     served    -> serving | promoted | rolled_back
     promoted  -> rolled_back
 
-When a version starts serving, the one before it has served: it was replaced, not judged. A promoted version keeps its state while it
-serves and afterwards, so it can never lose its promotion by being used. Hence the version the servers should answer with is always
-`latest(SERVING, PROMOTED)`; rolling back a version uncovers the last good one.
+A promoted version keeps its state while it serves and afterwards, so it never loses its promotion by being used. The version that the
+servers should answer with is always `latest(SERVING, PROMOTED)`; rolling back a version uncovers the last good one.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ _LEGAL = {
 class FolderRegistry:
     """A `VersionRegistry` kept as files in `folder` (the `versions/` of a run folder).
 
-    Changes hold an exclusive file lock and reads a shared one, so nobody sees a half-done change of SERVING; the kernel frees the
+    Writes hold an exclusive file lock and reads a shared one, so no process sees a half-done change of SERVING. The kernel releases the
     lock when a process dies. Each record is replaced atomically.
 
-    Raises `StoreError` when a record is damaged, a change is illegal, or the lock is not free within `lock_timeout_s`.
+    Raises `StoreError` if a record is damaged, a change is illegal, or the lock is not free within `lock_timeout_s`.
     """
 
     def __init__(self, folder: Path, *, lock_timeout_s: float = 30.0) -> None:
@@ -64,7 +63,7 @@ class FolderRegistry:
             folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a published version. The same weights again change nothing; other weights under the same number are refused."""
+        """Registers a published version. Repeating it with the same weights does nothing; other weights raise `StoreError`."""
         with self._locked(fcntl.LOCK_EX):
             known = self._read(version.number)
             if known is None:
@@ -73,27 +72,29 @@ class FolderRegistry:
                 raise StoreError(f"version {version.number} is already registered with other weights in {self.folder}")
 
     def get(self, number: int) -> PolicyVersion | None:
+        """Returns a version; None if it is not registered."""
         with self._locked(fcntl.LOCK_SH):
             return self._read(number)
 
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """Every registered version, oldest first."""
+        """All registered versions, oldest first."""
         with self._locked(fcntl.LOCK_SH):
             return self._scan()
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
+        """The newest version in one of these states, or in any state; None if there is none."""
         matching = [version for version in self.versions() if not states or version.state in states]
         return matching[-1] if matching else None
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
-        """Changes a version's state as the table above allows; setting its current state does nothing.
+        """Changes a version's state as the table above allows. Setting its current state does nothing.
 
-        Raises `StoreError` where the version is not that of `sha256`: retracted, and made anew with other weights.
+        Raises `StoreError` if the version's weights do not have the hash `sha256`: it was retracted and published again.
         """
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
             if sha256 not in (None, version.sha256):
-                raise StoreError(f"version {number} was made anew: its weights are not those of sha256 {sha256[:12]}...")
+                raise StoreError(f"version {number} was published again with other weights than sha256 {sha256[:12]}...")
             if state is VersionState.SERVING:
                 self._serve(version)
             elif state is not version.state:
@@ -110,7 +111,7 @@ class FolderRegistry:
         return self.folder.parent / version.folder
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` unless the weights on disk (whole, delta or adapter) are those that were registered."""
+        """Raises `StoreError` unless the weights on disk (whole, delta or adapter) are the registered ones."""
         home = self.path(version)
         weights = home / version.weights
         with _translated(weights):
@@ -127,16 +128,16 @@ class FolderRegistry:
                 raise StoreError(str(error)) from error
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """After a crash: deletes every version newer than the learner's checkpoint, with its weights; returns their numbers.
+        """After a crash: deletes every version newer than the learner's checkpoint, with its weights, and returns their numbers.
 
-        The learner will publish other weights under the same numbers. When the serving version is among them, the newest remaining
-        one that was not rolled back becomes the serving version, so `latest(SERVING, PROMOTED)` never names a deleted version.
+        The learner will publish other weights under these numbers. If the serving version is among them, the newest remaining version that
+        was not rolled back becomes the serving one, so `latest(SERVING, PROMOTED)` never names a deleted version.
         """
         with self._locked(fcntl.LOCK_EX):
             lost = [number for number in self._numbers() if number > newest]
             for number in lost:
                 with _translated(self._home(number)):
-                    (self._home(number) / _RECORD).unlink(missing_ok=True)  # first: without it the folder is not a version
+                    (self._home(number) / _RECORD).unlink(missing_ok=True)  # first, because without it the folder is not a version
                     shutil.rmtree(self._home(number))
             left = [version for version in self._scan() if version.state is not VersionState.ROLLED_BACK]
             if lost and left and not any(version.state is VersionState.SERVING for version in left):
@@ -144,15 +145,15 @@ class FolderRegistry:
             return tuple(lost)
 
     def hold(self, number: int) -> None:
-        """Has `prune`, in any process, keep the weights of this version, until another one is held."""
+        """Makes `prune`, in any process, keep the weights of this version until another one is held."""
         with self._locked(fcntl.LOCK_EX), _translated(self.folder / _HELD):
             write_atomically(self.folder / _HELD, f"{number}\n", durable=True)
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions and returns their numbers; the records stay as history.
+        """Deletes the weights of old versions and returns their numbers. The records stay as history.
 
-        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the one that is held, the one that
-        a request to go back names, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
+        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the held one, the target of a
+        rollback request, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
             versions = self._scan()
@@ -169,7 +170,7 @@ class FolderRegistry:
             return tuple(version.number for version in old if self._drop_weights(version.number))
 
     def close(self) -> None:
-        """Refuses further use; nothing is held open between calls."""
+        """Forbids further use. Nothing is open between calls."""
         self._closed = True
 
     def _serve(self, version: PolicyVersion) -> None:
@@ -181,7 +182,7 @@ class FolderRegistry:
                     f"version {version.number} cannot serve while the newer version {other.number} is promoted; roll that back first"
                 )
             if other.state is VersionState.SERVING and other.number != version.number:
-                # Written before the new one: a crash in between leaves none serving, never two.
+                # Written first, so that a crash in between leaves no serving version, never two.
                 self._write(replace(other, state=VersionState.SERVED))
         if version.state in (VersionState.CANDIDATE, VersionState.SERVED):
             self._write(replace(version, state=VersionState.SERVING))
@@ -202,7 +203,7 @@ class FolderRegistry:
             raise StoreError(f"{path} cannot be read: {error}") from error
 
     def _asked_back(self) -> set[int]:
-        """The version that a request to go back names (`agentrl.version.rollback`), answered or not."""
+        """The target of a rollback request (`agentrl.version.rollback`), answered or not."""
         request = rollback.read_request(self.folder)
         return set() if request is None else {request.to}
 
@@ -218,7 +219,7 @@ class FolderRegistry:
         return tuple(version for version in read if version is not None)
 
     def _read(self, number: int) -> PolicyVersion | None:
-        """The record, or None when the folder is missing or still being written."""
+        """The record, or None if the folder is missing or still being written."""
         path = self._home(number) / _RECORD
         try:
             data = read_bytes(path, most=_LARGEST, inside=self.folder)

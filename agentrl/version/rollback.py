@@ -1,10 +1,9 @@
-"""How the driver asks the learner to go back: one file in the registry's folder, looked at before every step.
+"""How the driver requests a rollback from the learner: one file in the registry's folder, which the learner reads before every step.
 
-The driver judges versions and the learner owns the weights; neither waits for the other. A request names the version that is refused
-and the one to go back to, with the hashes of their weights. It stands until the learner has published a successor and refused the
-version, and it is void once a version of that number has other weights, or is none any more, or a later version is promoted: the last
-one of a run, when the request came too late. So it may be asked and looked at any number of times, and whoever dies in between finds it
-as it was.
+The gate runs in the driver and the learner owns the weights; neither waits for the other. A request names the rejected version and its
+target, with the hashes of their weights. It is valid until the learner has published a successor and rolled the version back. It becomes
+void if the version is retracted or gets other weights, or if a later version is promoted. So it can be written and read any number of
+times, also after a crash.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ROLLBACK_FILE = "rollback.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequest(Record):
-    """Go back from `version` to the weights of `to`."""
+    """Roll back from `version` to the weights of `to`."""
 
     version: int
     sha256: str
@@ -36,11 +35,11 @@ class RollbackRequest(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if not 0 <= self.to < self.version:
-            raise ValueError(f"Request: from version {self.version} to {self.to} is not back")
+            raise ValueError(f"rollback request: version {self.to} is not older than version {self.version}")
 
 
 def request_rollback(versions: Path, request: RollbackRequest) -> None:
-    """Leaves the request in a registry's folder, durably, in place of an earlier one. Raises `StoreError`."""
+    """Writes the request durably and replaces an earlier one. Raises `StoreError`."""
     try:
         write_atomically(versions / ROLLBACK_FILE, codec.to_json(request) + b"\n", durable=True)
     except OSError as error:
@@ -48,7 +47,7 @@ def request_rollback(versions: Path, request: RollbackRequest) -> None:
 
 
 def read_request(versions: Path) -> RollbackRequest | None:
-    """The last request, answered or not; None where there was none. Raises `StoreError` where it cannot be read."""
+    """Returns the last request, answered or not; None if there was none. Raises `StoreError` if it cannot be read."""
     path = versions / ROLLBACK_FILE
     try:
         return codec.from_json(RollbackRequest, read_bytes(path, most=_LARGEST, inside=versions))
@@ -59,7 +58,7 @@ def read_request(versions: Path) -> RollbackRequest | None:
 
 
 def pending_request(versions: Path, registry: VersionRegistry) -> RollbackRequest | None:
-    """The request that has not been answered yet, if there is one. Raises `StoreError` where it cannot be read."""
+    """Returns the request that is not answered yet, if any. Raises `StoreError` if it cannot be read."""
     request = read_request(versions)
     if request is None:
         return None

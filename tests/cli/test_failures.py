@@ -127,7 +127,7 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
         (("list", "{run}/nowhere"), "no folder"),
     ],
 )
-def test_wrong_use_says_what_to_do(run: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_wrong_use_is_reported_with_a_fix(run: Path, arguments: tuple[str, ...], says: str) -> None:
     assert says in call(*(one.format(run=run) for one in arguments), wrong=True)
     assert not (run / "s").exists()
 

@@ -14,7 +14,7 @@ def made(transfer: str, ranks: int = 1) -> Recipe:
     return Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), serving=serving, learner=learner)
 
 
-def test_nccl_gives_learner_and_server_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_nccl_learner_and_server_get_separate_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3,7")
     assert place_parts(made("nccl", ranks=2)) == Placement(learner="2,3", server="7")
     assert place_parts(made("file", ranks=2)) == Placement()
@@ -26,13 +26,13 @@ def test_judges_servers_get_the_gpus_that_are_left_or_share_the_servers(monkeypa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_now)
         assert place_parts(judged).judges == wanted
     shared = made("file").but({"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.6}}, "device": "cuda"})
-    with pytest.raises(UserError, match=r"want 1\.1 of its memory"):
+    with pytest.raises(UserError, match=r"need 1\.1 of its memory"):
         place_parts(shared)
 
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM build for GPUs, which this machine need not have."""
+    """The vLLM build for GPUs, which may be absent here."""
     monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
 
 

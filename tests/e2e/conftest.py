@@ -33,9 +33,9 @@ SMALL = [
 
 
 def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, by: Sequence[str] = ("agentrl",)) -> subprocess.Popen[str]:
-    """Starts the command line with ctrl-C at its default: a shell that runs the tests in the background hands it down ignored.
+    """Starts the command line with the default ctrl-C handler, because a shell may run the tests with it ignored.
 
-    `by`: the module that is run, with what it is given first; the fixture `forked` is another one.
+    `by`: the module to run and its first arguments; see also the fixture `forked`.
     """
     return subprocess.Popen(
         [sys.executable, "-m", *by, *arguments],
@@ -66,7 +66,7 @@ def agentrl(
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float) -> None:
-    """Waits until a run has come as far as `condition`; fails with its output when it ends or takes too long."""
+    """Waits until `condition` holds for a run; fails with its output if the run ends or takes too long."""
     deadline = time.monotonic() + timeout
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -80,7 +80,7 @@ def descendants(process: subprocess.Popen[str], module: str) -> list[psutil.Proc
     """Processes below `process` that run a Python module, oldest first."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # gone, or a zombie: programs of sandboxes come and go
+        with contextlib.suppress(psutil.NoSuchProcess):  # gone or a zombie, such as programs of sandboxes
             found += [child] if module in " ".join(child.cmdline()) else []
     return found
 
@@ -104,7 +104,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
 
 @pytest.fixture
 def forked(hosts: tuple[Path, Path]) -> Iterator[tuple[str, ...]]:
-    """For `by` of a run that is no test of how its server and its learner start; none of them outlives the test."""
+    """For `by` of tests that do not test how server and learner start; none of them outlives the test."""
     yield ("tests.e2e.forked", *map(str, hosts))
     deadline = time.monotonic() + 120
     while (left := [child for one in hosts for child in psutil.Process(int(one.stem)).children()]) and time.monotonic() < deadline:
@@ -114,7 +114,7 @@ def forked(hosts: tuple[Path, Path]) -> Iterator[tuple[str, ...]]:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No process, shared-memory file or sandbox of this test outlives it, whatever else goes on on the machine meanwhile.
+    """No process, shared-memory file or sandbox of a test outlives it, whatever else runs on the machine.
 
     Processes are known by a variable that each inherits from the one that started it; sandboxes, whose processes inherit nothing, by a
     driver that is gone.
@@ -140,14 +140,14 @@ def _marked(mark: str) -> dict[int, str]:
 
 
 def _orphans() -> set[str]:
-    """Sandboxes, as folder, container or process, whose driver does not live."""
+    """Sandboxes (folder, container or process) whose driver is dead."""
     lines = [" ".join(found.info["cmdline"] or ()) for found in psutil.process_iter(["cmdline"])]
     named = {found for line in lines if "bwrap" in line for found in re.findall(r"agentrl-([0-9a-f]{8}-\d+-\d+)-\d+", line)}
     return {one.name for one in list_open() if not one.driver_alive} | {lease for lease in named if not alive(lease)}
 
 
 def _shm() -> set[str]:
-    """Without what the fuzzer keeps there, which may run beside the tests."""
+    """Excludes files of the fuzzer, which may run at the same time."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("agentrl-fuzz-")}
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.e2e.forked SERVERS LEARNERS ARGUMENTS...
 
-Both are the real ones from there on. Starting them anew is most of what a short run takes, and for a test of something else no part of it:
+Both are the real ones from there on. Starting them takes most of the time of a short run, and only some tests need it:
 `python -m agentrl.serving.launch` and torchrun start the runs of test_loop, test_init, test_run_folder and test_lora. See
 `tests.learner.preloaded`; SERVERS and LEARNERS are addresses of its hosts, each of which serves one process group at a time.
 """
@@ -21,7 +21,7 @@ SERVER = "agentrl.serving.launch"
 
 
 def use(servers: Path, learners: Path) -> None:
-    """Has every server and learner that this process starts forked by these hosts."""
+    """Forks every server and learner of this process from these hosts."""
     from agentrl.learner import LearnerProcess
     from agentrl.serving import server
 
@@ -42,7 +42,7 @@ def use(servers: Path, learners: Path) -> None:
 
 @contextlib.contextmanager
 def hosting(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The hosts of servers, with one thread each, and of learners."""
+    """The hosts of servers, with one thread each, and those of learners."""
     from agentrl.serving.process import server_environment
 
     with (

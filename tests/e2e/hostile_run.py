@@ -1,8 +1,8 @@
-"""A training run with every part real but for what the policy says: the words of `agentrl.testing.hostile`, dealt out among its episodes.
+"""A training run with real parts, except that the policy's text comes from `agentrl.testing.hostile`, distributed over its episodes.
 
     python -m tests.e2e.hostile_run SERVERS LEARNERS PROJECT RUN_DIR BACKEND
 
-The server is a real one, takes every version the learner publishes, and answers what is not scripted.
+The server is real, loads every version the learner publishes, and answers all requests without a script.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ recipe = Recipe(
 
 
 def write_project(project: Path, image: Path) -> None:
-    """A project of its own: a tiny model with a long context, a family whose tools raise, a recipe."""
+    """A project: a tiny model with a long context, a family whose tools raise, and a recipe."""
     from agentrl.testing.tiny_model import make_model
 
     model = make_model(0, hidden=64, layers=2, vocabulary=len(TOKENIZER))
@@ -119,7 +119,7 @@ def write_project(project: Path, image: Path) -> None:
 
 
 def script_of(episode: str) -> tuple[str, Sequence[str]]:
-    """The script of an episode such as g000001-3-a0: every name in turn, and in each group somebody who is right."""
+    """The script of an episode such as g000001-3-a0: every name in turn, with one correct attempt per group."""
     group, member, _ = episode.split("-")
     place = int(group[1:]) * (GROUP_SIZE - 1) + int(member)
     names = list(SCRIPTS)
@@ -127,7 +127,7 @@ def script_of(episode: str) -> tuple[str, Sequence[str]]:
 
 
 class Scripted(SupervisedServer):
-    """Says its script where the real one would sample; logprobs are made up, versions are those that serve."""
+    """Returns its script instead of sampled tokens; logprobs are invented, versions are the serving ones."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         episode, _, turn = request_id.rpartition("-")

@@ -24,7 +24,7 @@ def refused(*arguments: str, says: str, env: dict[str, str] | None = None) -> No
 
 
 def refused_here(*arguments: str, says: str) -> None:
-    """As `refused`, in this process."""
+    """Like `refused`, in this process."""
     done = in_this_process(*arguments)
     _is_told(done.returncode, done.stdout + done.stderr, says)
 
@@ -51,7 +51,7 @@ def test_recipe_mistakes(override: str, says: str, tmp_path: Path) -> None:
     assert not run.exists()
 
 
-def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+def test_files_that_are_not_recipes(tmp_path: Path) -> None:
     refused_here("train", "recipes/none.py", says="no recipe file")
     (tmp_path / "r.py").write_text("recipe = 3\n")
     refused_here("train", str(tmp_path / "r.py"), says="not agentrl.Recipe")

@@ -1,4 +1,4 @@
-"""Whatever the policy says, a training run goes on: every episode is scored or its fault is typed, and none of them is a fault here."""
+"""A training run continues whatever the policy says: every episode is scored, without a fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_episode_of_a_hostile_policy_is_scored(tmp_path: Path, hosts: tupl
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     count = STEPS * GROUPS_PER_STEP
-    assert count * (GROUP_SIZE - 1) >= len(SCRIPTS), "every script has its turn"
+    assert count * (GROUP_SIZE - 1) >= len(SCRIPTS), "every script ran"
     store = SqliteStore(run / "experience.sqlite")
     try:
         groups = store.groups(range(count))

@@ -1,4 +1,4 @@
-"""A stranger's project: written by the built wheel, outside the repo, it trains from evaluation to evaluation, every part the real one."""
+"""A project created by the built wheel, outside the repository, trains from the first evaluation to the last with real parts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_project_from_the_wheel_trains_with_deltas_and_any_version_can_be_eval
     code, output = agentrl("train", RECIPE, "steps=4", *SMALL, *DELTAS, "--sandbox", "docker", cwd=project, env=env)
     by_the_clock = time.monotonic() - began
     assert code == 0, output
-    assert "loaded whole" not in output, "the server took the deltas as they were"
+    assert "loaded whole" not in output, "the server loaded the deltas directly"
     (run,) = (project / "runs").iterdir()
     _is_finished(run)
-    assert 0.9 * by_the_clock - 2 < sum(summary(run)["wall_s"].values()) < by_the_clock, "the minutes told are those of the clock"
+    assert 0.9 * by_the_clock - 2 < sum(summary(run)["wall_s"].values()) < by_the_clock, "the reported minutes match the clock"
     versions = _travelled_as_deltas(run)
     arguments = ("evaluation.heldout=4", "evaluation.heldout_real=0", "--run-dir", str(tmp_path / "eval"), "--json", "--sandbox", "docker")
     code, output = agentrl("eval", RECIPE, "--model", str(versions[2]), *arguments, cwd=project, env=env)
@@ -42,7 +42,7 @@ def test_a_project_from_the_wheel_trains_with_deltas_and_any_version_can_be_eval
 
 
 def _project(folder: Path) -> tuple[Path, dict[str, str]]:
-    """What `agentrl init` of an installed wheel writes, and the environment in which that wheel is what runs."""
+    """The project that `agentrl init` of an installed wheel creates, and the environment that runs this wheel."""
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder / "dist"), str(ROOT)]
     subprocess.run(build, check=True, timeout=900)
     (wheel,) = (folder / "dist").glob("agentrl_posttraining-*.whl")
@@ -56,7 +56,7 @@ def _project(folder: Path) -> tuple[Path, dict[str, str]]:
     shown = subprocess.run(
         [sys.executable, "-c", "import agentrl; print(agentrl.__file__)"], cwd=project, env=env, capture_output=True, text=True, check=True
     )
-    assert str(installed) in shown.stdout, "the wheel is what runs, not the checkout"
+    assert str(installed) in shown.stdout, "the wheel runs, not the checkout"
     return project, env
 
 
@@ -75,10 +75,10 @@ def _is_finished(run: Path) -> None:
 
 
 def _travelled_as_deltas(run: Path) -> list[Path]:
-    """The folders of all versions. What was exported is the last one, whole, beside the files of version 0, which a server started from."""
+    """The folders of all versions. The export is the complete last one, with the other files of version 0."""
     homes = [run / "versions" / f"{number:06d}" for number in range(5)]
     assert [(home / "model.delta").exists() for home in homes] == [False, False, True, False, True]
-    assert [(home / "model.safetensors").exists() for home in homes] == [True, True, False, True, True], "the last was exported"
+    assert [(home / "model.safetensors").exists() for home in homes] == [True, True, False, True, True], "the last version was exported"
     assert (run / "model" / "model.safetensors").exists() and not (run / "model" / "model.delta").exists()
     assert sha256_file(run / "model" / "model.safetensors") == sha256_file(homes[4] / "model.safetensors")
     served = {path.name for path in homes[0].iterdir()} - {"version.json"}

@@ -1,4 +1,4 @@
-"""What a run outlives: interrupts, and the death of its server and of a rank of its learner; every part is the real one."""
+"""A run survives interrupts, and the death of its server and of a rank of its learner. All parts are real."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STEPS = 6
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_run_outlives_its_server_a_rank_and_interrupts(tmp_path: Path) -> None:
-    """Two ranks of the learner. The server is killed, then ctrl-C once finishes the step; twice stops the next start; the run that goes
-    on loses a rank. In the end no step is lost and no group was trained twice."""
+def test_a_run_survives_a_dead_server_a_dead_rank_and_interrupts(tmp_path: Path) -> None:
+    """Two learner ranks. The server is killed, then ctrl-C once finishes the step; twice stops the next start; the resumed run
+    loses a rank. In the end no step is lost and no group was trained twice."""
     run = tmp_path / "run"
     arguments = (
         *("train", RECIPE, f"steps={STEPS}", *SMALL, "learner.ranks=2", "max_staleness=2", "learner.keep_versions=4"),
@@ -63,7 +63,7 @@ def test_a_run_outlives_its_server_a_rank_and_interrupts(tmp_path: Path) -> None
 
 
 def _its_failures_are_captured(run: Path, counted: dict[str, int]) -> None:
-    """Of all three starts, once each, as traces that can be promoted, and the report shows each name with its count over versions."""
+    """Failures of all three starts are captured once each, can be promoted, and are in the report with counts over versions."""
     with Collection(run) as collection:
         traces = list(collection.traces())
     assert len({trace.id for trace in traces}) == len(traces) > 0
@@ -78,8 +78,8 @@ def _interrupted_twice_while_it_starts(*arguments: str) -> None:
     wait_for(lambda: descendants(process, "agentrl.learner.launch") != [], process, timeout=600)
     interrupt(process)
     assert process.stdout is not None
-    while "interrupt again to stop now" not in (line := process.stdout.readline()):  # signals that meet on the way are one
-        assert line, "it ended without a word"
+    while "interrupt again to stop now" not in (line := process.stdout.readline()):  # simultaneous signals count as one
+        assert line, "it ended without a message"
     interrupt(process)
     output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130 and "stopped; what was finished is kept" in output, output
+    assert process.returncode == 130 and "stopped; finished work is kept" in output, output

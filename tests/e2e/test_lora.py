@@ -1,4 +1,4 @@
-"""The whole loop where versions are adapters: swapped alone, put back into servers that died, judged beside the run, exported."""
+"""The whole loop with adapters: swapped, restored in restarted servers, evaluated by the gate's own server, exported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE = "recipes/quickstart_lora.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_run_of_adapters_outlives_its_servers_and_is_judged_on_one_of_the_gates_own(tmp_path: Path) -> None:
+def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path: Path) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -51,10 +51,10 @@ def test_a_run_of_adapters_outlives_its_servers_and_is_judged_on_one_of_the_gate
     assert {one.outcome for one in verdicts[1:]} == {GateOutcome.PROMOTED}, [one.reason for one in verdicts]
     assert FolderRegistry(run / "versions").latest(VersionState.PROMOTED).number == 3
     lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line}
-    for line in lines.values():  # one more group for each that taught nothing, up to two
+    for line in lines.values():  # up to two more groups for those without a preference
         assert line["groups_extra"] == line["episodes"] / 4 - 4 == min(2, line["groups_without_signal"])
     store = SqliteStore(run / "experience.sqlite")
-    assert set(store.consumed()) == set(store.indices()), "whatever was made was consumed, also across the death of the server"
+    assert set(store.consumed()) == set(store.indices()), "every group was consumed, also across the death of the server"
     store.close()
     for number in (1, 2, 3):
         version = run / f"versions/{number:06d}"

@@ -1,4 +1,4 @@
-"""A run whose verifier judges in words: nothing is scored, the command says so, leaves no model and exits with 1."""
+"""A run whose verifier returns text: nothing is scored, the command reports it, exports no model and exits with 1."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: 
     run = tmp_path / "run"
     family = f"tasks.family={tmp_path / 'family.py'}:InWords"
     none = ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.temperature=1"]
-    to_its_end = "rollout.max_fault_rate=1"  # else it is paused for the unscored attempts
+    to_its_end = "rollout.max_fault_rate=1"  # otherwise the unscored attempts would pause it
     code, output = agentrl(
         *("train", "recipes/quickstart.py", "steps=2", family, to_its_end, *SMALL, *none),
         *("--run-dir", str(run), "--sandbox", "bubblewrap"),

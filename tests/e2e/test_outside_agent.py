@@ -1,4 +1,4 @@
-"""A program that knows nothing of agentrl, trained through the gateway; server, learner and sandboxes are the real ones."""
+"""An outside program is trained through the gateway; server, learner and sandboxes are real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.m
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_program_is_trained_on_the_tokens_that_it_was_answered_with(tmp_path: Path, forked: tuple[str, ...]) -> None:
+def test_an_outside_program_is_trained_on_exactly_its_tokens(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

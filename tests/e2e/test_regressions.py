@@ -1,4 +1,4 @@
-"""Failures of a real policy made cases, and the policy held to them by `agentrl eval --policy` and by pytest."""
+"""Failures of a real policy become cases, which `agentrl eval --policy` and pytest evaluate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = ROOT / "recipes" / "models" / "tables-base"
 @pytest.mark.e2e
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...]) -> None:
+def test_a_real_policy_is_evaluated_on_a_suite(tmp_path: Path, forked: tuple[str, ...]) -> None:
     suite = ROOT / "runs" / f"e2e-suite-{os.getpid()}"  # in the project, whose images and verifiers the cases name
     try:
         family = Tables(seed=11)
@@ -36,7 +36,7 @@ def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...
         assert told["judges"] == {}, "none was asked"
         assert agentrl("failures", "list", str(run))[0] == 0, "what scored below 1 was captured; a case may ask for more"
         command = [sys.executable, "-m", "pytest", "-p", "agentrl.evaluation.pytest_plugin", "-p", "no:cacheprovider", "-k", "not case-0"]
-        command += [str(suite), "-o", "addopts=", "--agentrl-run-dir", str(tmp_path / "again")]  # the policy that suite.toml records
+        command += [str(suite), "-o", "addopts=", "--agentrl-run-dir", str(tmp_path / "again")]  # the policy recorded in suite.toml
         there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0 and "5 passed, 1 deselected" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A run folder from its worst side: two drivers, a disk that fills up in mid-run, a driver that is killed; everything is the real one."""
+"""Faults around a run folder: two drivers, a disk that fills up, a killed driver. All parts are real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = "recipes/quickstart.py"
 
 @pytest.fixture
 def small_disk(tmp_path: Path, own_mounts: None) -> Iterator[Path]:
-    """A file system of its own of 1.2 GiB; mounting it takes root."""
+    """A file system of 1.2 GiB; mounting it needs root."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200m", "none", str(disk)], check=True)

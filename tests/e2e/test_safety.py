@@ -1,4 +1,4 @@
-"""Limits in the whole loop, every part the real one."""
+"""The learner's limits in the whole loop, with real parts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ RECIPE = "recipes/quickstart.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_rollbacks_run_out_and_other_limits_let_the_run_go_on(tmp_path: Path, forked: tuple[str, ...]) -> None:
-    """No policy has 50 nats of entropy, so every update is rolled back until that is no longer allowed."""
+def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: Path, forked: tuple[str, ...]) -> None:
+    """No policy has 50 nats of entropy, so every update is rolled back until the limit of rollbacks."""
     run = tmp_path / "run"
     arguments = ("train", RECIPE, "steps=4", *SMALL, "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")
-    arguments += ("rollout.group_size=8",)  # with 4, all attempts of the first step score alike now and then, and it makes no update
+    arguments += ("rollout.group_size=8",)  # with 4, all attempts of the first step sometimes score equally, and there is no update
     limit = ("learner.limits.min_entropy.at=50", "learner.limits.min_entropy.action=rollback", "learner.limits.max_rollbacks=1")
     code, output = agentrl(*arguments, *limit, by=forked)
     assert code == 1, output
     assert "failed: step 1: entropy" in output and "1 rollbacks are made" in output
-    assert "alert: step 1: rolled back, and left out groups 0, 1, 2, 3" in output
+    assert "alert: step 1: rolled back, and excluded groups 0, 1, 2, 3" in output
     assert output.count("alert: halted") == 1
     assert steps_logged(run) == [1]
     found = summary(run)

@@ -29,7 +29,7 @@ def stored(run: Path) -> dict[int, Group]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_attempts_are_sampled_interrupted_added_to_and_learned_from(tmp_path: Path, forked: tuple[str, ...]) -> None:
+def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     where = ("--run-dir", str(run), "--sandbox", "bubblewrap")
     process = start("sample", RECIPE, *SMALL, "--groups", "200", *where, by=forked)
@@ -43,8 +43,8 @@ def test_attempts_are_sampled_interrupted_added_to_and_learned_from(tmp_path: Pa
     assert all(len(group.episodes) == 4 for group in first.values())
 
     code, output = agentrl("sample", RECIPE, "--resume", "--groups", "100", *where)
-    assert code == 2 and "200 groups were asked for before" in output
-    (run / "sample.json").write_text(json.dumps({"groups": len(first) + 2}))  # in place of sampling all 200
+    assert code == 2 and "an earlier command requested 200 groups" in output
+    (run / "sample.json").write_text(json.dumps({"groups": len(first) + 2}))  # instead of sampling all 200
     code, output = agentrl("sample", RECIPE, "--resume", "--json", *where, by=forked)
     assert code == 0, output[-4000:]
     found = json.loads(output.splitlines()[-1])
@@ -55,10 +55,10 @@ def test_attempts_are_sampled_interrupted_added_to_and_learned_from(tmp_path: Pa
     assert len(read_json_lines(run / "episodes" / "train.jsonl")) == 4 * len(then)
 
     code, output = agentrl("sample", RECIPE, "--resume", *where)
-    assert code == 0 and "server" not in output, "with nothing to make, nothing is started"
+    assert code == 0 and "server" not in output, "without missing groups nothing is started"
     assert f"({len(then)} groups of 4)" in output and stored(run) == then
     code, output = agentrl("train", RECIPE, "--resume", *where)
-    assert code == 2 and "holds what `agentrl sample` made" in output, output
+    assert code == 2 and "was created by `agentrl sample`" in output, output
 
     code, output = agentrl("report", str(run))
     page = (run / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""The experiment of docs/failures-experiment.md in short: every phase by the real commands, with real training."""
+"""A short form of the experiment in docs/failures-experiment.md: every phase with the real commands and real training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a project for evaluations of suites: a scripted policy, scripted sandboxes, a verifier. And a suite for them.
+"""A project for evaluations of suites: a scripted policy, scripted sandboxes, a verifier and a suite.
 
 The policy submits "pass" for cases called good..., "fail" for bad..., and of flaky... "pass" every second time.
 """

@@ -1,4 +1,4 @@
-"""A suite asked of a server of chat completions over real HTTP: tools, limits, and whose fault is what."""
+"""A suite evaluated on a chat completions server over real HTTP: tools, limits and blame."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def asked(suite: Suite, server: ChatServer, *, key_env: str = "", limits: 
     return done
 
 
-async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endpoint_uses_the_tasks_tools_and_is_scored(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", "k-123")
     turns = [says("let me see", ("python", '{"code": "print(97)"}'), ("python", "{oops")), SUBMIT]
     with ChatServer(turns) as server:
@@ -69,7 +69,7 @@ async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite
     assert "k-123" not in text
 
 
-async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> None:
+async def test_an_endpoint_gets_the_instructions_of_the_evaluation(suite: Suite) -> None:
     words = ('rollout.instructions="Look first."', 'tools.words={"submit": {"description": "Hand in."}}')
     with (
         ChatServer([SUBMIT]) as server,
@@ -82,7 +82,7 @@ async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> No
     assert done.results.attempts[0].task_key == suite.cases[0].key, "the same case, to be compared"
 
 
-async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_options_change_the_requests(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", "k-456-very-secret")
     requests = RequestOptions.parse(
         ["reasoning_effort=low", "temperature=null", 'extra={"a": [1]}'], ["api-key=env:THEIR_KEY"], "max_completion_tokens"
@@ -109,20 +109,20 @@ async def test_requests_are_as_the_server_wants_them(suite: Suite, monkeypatch: 
         (["max_tokens=5"], [], r"limits\.turn_tokens"),
         (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
         (["messages=[]"], [], "the case gives"),
-        (["effort"], [], "there is no = in it"),
+        (["effort"], [], "contains no ="),
         (["api_key=sk-12345678901234567890"], [], "holds a secret"),
-        ([], ["api-key"], "there is no = in it"),
+        ([], ["api-key"], "contains no ="),
     ],
 )
-def test_requests_that_are_said_elsewhere_or_not_at_all_are_refused(requested: list[str], headers: list[str], reason: str) -> None:
+def test_invalid_request_options_raise(requested: list[str], headers: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         RequestOptions.parse(requested, headers, "")
-    with pytest.raises(UserError, match="are for an endpoint"):
+    with pytest.raises(UserError, match="need an endpoint"):
         find_policy("runs/x@1", requests=RequestOptions.parse(["a=1"], [], ""))
 
 
 @pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
-def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, str]) -> None:
+def test_headers_are_set_by_reference(headers: dict[str, str]) -> None:
     with pytest.raises(UserError, match="is not an additional header with a reference as its value"):
         Endpoint(url="http://127.0.0.1:1/v1", model="m", headers=headers)
 
@@ -137,7 +137,7 @@ def test_headers_are_given_by_reference_and_are_no_other_s(headers: dict[str, st
         (says(None, ("nothing_of_that_name", "{}")), {"turns": 3}, "turn_limit"),
     ],
 )
-async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
+async def test_faults_of_the_model_are_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server, limits=limits)
     assert (done.outcomes[0].status, done.results.attempts[0].ended) == ("failed", ended)
@@ -156,21 +156,21 @@ async def test_what_the_model_does_wrong_is_scored(suite: Suite, answer: Scripte
         ScriptedAnswer(hangs=True),
     ],
 )
-async def test_what_the_server_does_wrong_is_never_a_score(suite: Suite, answer: ScriptedAnswer) -> None:
+async def test_faults_of_the_server_are_never_scored(suite: Suite, answer: ScriptedAnswer) -> None:
     with ChatServer([answer]) as server:
         done = await asked(suite, server)
     assert (done.outcomes[0].status, done.outcomes[0].scores) == ("unscored", (None,))
     assert "ServingError" in done.results.attempts[0].reason, done.results.attempts
 
 
-async def test_a_key_that_is_not_there_is_told_and_nothing_is_asked(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_key_is_reported_before_any_request(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THEIR_KEY", raising=False)
     with ChatServer([SUBMIT]) as server:
         done = await asked(suite, server, key_env="THEIR_KEY")
     assert not server.requests and "THEIR_KEY holds no key" in done.results.attempts[0].reason
 
 
-async def test_calls_that_are_none_are_answered_with_what_is_wrong(suite: Suite) -> None:
+async def test_invalid_calls_are_answered_with_an_error(suite: Suite) -> None:
     message = {
         "content": None,
         "tool_calls": [None, {"id": "x" * 999, "function": {"name": "python", "arguments": {"code": "1"}}}, {"id": 3}],
@@ -184,19 +184,19 @@ async def test_calls_that_are_none_are_answered_with_what_is_wrong(suite: Suite)
     assert [one["content"] == "97" for one in shown] == [False, True, False] and "needs a function" in shown[0]["content"]
 
 
-async def test_a_server_that_refuses_what_the_model_said_leaves_it_scored(suite: Suite) -> None:
-    """The first request is taken, and the one that holds the model's own words is not: the model's fault, and not of the machine."""
+async def test_a_server_that_rejects_the_models_text_leaves_it_scored(suite: Suite) -> None:
+    """The first request is accepted, the one with the model's own text is not: the policy's failure, not an infrastructure fault."""
     with ChatServer([says("x", ("python", '{"code": "print(97)"}')), ScriptedAnswer(text="", status=400)]) as server:
         done = await asked(suite, server)
     (outcome,) = done.outcomes
     assert (outcome.status, outcome.scores) == ("failed", (0.0,))
     with ChatServer([ScriptedAnswer(text="", status=400)]) as server:
         done = await asked(replace(suite, folder=suite.folder), server)
-    assert done.outcomes[0].scores == (None,), "nothing was said yet"
+    assert done.outcomes[0].scores == (None,), "the model has not answered yet"
 
 
-async def test_a_call_that_cannot_be_read_goes_back_as_one_that_can(suite: Suite) -> None:
-    """Servers fail with status 500 at arguments that are no JSON."""
+async def test_an_unreadable_call_is_repeated_as_a_readable_one(suite: Suite) -> None:
+    """Servers fail with status 500 for arguments that are not JSON."""
     with ChatServer([says(None, ("python", "{oops"), ("python", "[1]"), ("python", " ")), SUBMIT]) as server:
         await asked(suite, server)
     (said,) = [message for message in server.requests[1]["body"]["messages"] if message["role"] == "assistant"]

@@ -1,4 +1,4 @@
-"""Time at an endpoint of chat completions: a model that never ends is cut off and scored, a server that stalls is not the model's fault."""
+"""Time limits with a chat completions server: an endless model is cut off and scored, a stalled server is not the model's fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TASK = replace(sample_task(), tools=(), limits=Limits(turns=2, turn_tokens=100_0
 
 
 class Endpoint:
-    """Answers with 20 tokens a second, for as long as it may; from `stalls` seconds on it answers nothing."""
+    """Streams 20 tokens per second; from `stalls` seconds on it sends nothing."""
 
     tokens_name, timeout_s = "max_tokens", 120.0
 

@@ -1,4 +1,4 @@
-"""`agentrl eval RECIPE --policy module:attr`: a recipe's own tasks, tools and verifiers, tried without a model."""
+"""`agentrl eval RECIPE --policy module:attr`: a recipe's tasks, tools and verifiers, evaluated without a model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def asked(*arguments: str) -> tuple[int, str, BaseException | None]:
     return done.exit_code, done.stdout, done.exception
 
 
-def test_a_scripted_policy_is_tried_on_a_recipes_own_tasks(project: Path) -> None:
+def test_a_scripted_policy_is_evaluated_on_a_recipes_tasks(project: Path) -> None:
     code, printed, error = asked("--policy", "./own_policy.py:policy", "evaluation.heldout=3", "--run-dir", "r", "--json")
     assert code == 0, (printed, error)
     told = json.loads(printed.splitlines()[-1])
@@ -82,10 +82,10 @@ def test_a_scripted_policy_is_tried_on_a_recipes_own_tasks(project: Path) -> Non
     assert told["suites"][0]["figures"]["pass_at_1"] == 1.0 and told["passed"]
     found = results.load_results(project / "r" / "suite")
     assert (found.about.suite, found.about.recipe, found.about.cases) == ("own", "own", 4)
-    assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called, and knew its task"
+    assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called with its task"
 
 
-def test_what_fails_is_a_result_and_no_error(project: Path) -> None:
+def test_a_failed_case_is_a_result_and_not_an_error(project: Path) -> None:
     code, printed, error = asked("--policy", "./own_policy.py:wrong", "--run-dir", "r")
     assert code == 0 and "0 of 5 cases passed, 5 failed" in printed, (printed, error)
 
@@ -99,7 +99,7 @@ def test_what_fails_is_a_result_and_no_error(project: Path) -> None:
         (["--policy", "./own_policy.py:nothing"], "nothing"),
     ],
 )
-def test_wrong_use_is_told(arguments: list[str], said: str, project: Path) -> None:
+def test_wrong_use_is_reported(arguments: list[str], said: str, project: Path) -> None:
     (project / "m").mkdir()
     (project / "m" / "config.json").write_text("{}")
     code, printed, error = asked(*arguments)

@@ -28,7 +28,7 @@ async def verdict(task: Task, episode: Episode) -> Score:
 
 
 class Family:
-    """Tasks whose scores are as given."""
+    """Tasks with given scores."""
 
     name = "family"
 
@@ -83,7 +83,7 @@ async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
     done = await evaluate_split(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
     assert done.rate is not None
     assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.excluded) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
-    assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 is of the tasks with four scores"
+    assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 covers the tasks with four scores"
     assert done.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in done.compute] == [1, 2, 4]
 
 
@@ -92,7 +92,7 @@ async def solved_when_thought_out(task: Task, episode: Episode) -> Score:
 
 
 async def test_success_against_thinking_is_measured_written_and_drawn(tmp_path: Path) -> None:
-    """Whoever may think to the end solves the task; a bound cuts the thought, and what is sampled."""
+    """Unbounded thinking solves the task; a bound cuts it."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{ m.content }}{% for", "{{ m.reasoning_content }}</think>{{ m.content }}{% for"
@@ -105,7 +105,7 @@ async def test_success_against_thinking_is_measured_written_and_drawn(tmp_path: 
     free = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval", step=0, attempts=2)
     cut = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval_think20", step=0, attempts=2, thinking_tokens=20)
     assert free.rate is not None and cut.rate is not None and (free.rate.value, cut.rate.value) == (1.0, 0.0)
-    assert cut.tokens_mean == 20 + len("4") + 1, "the mark is nobody's token"
+    assert cut.tokens_mean == 20 + len("4") + 1, "the mark is not a sampled token"
     measure.save_evaluation(tmp_path, "eval", {Split.HELDOUT: free}, {Split.HELDOUT: {20: cut}})
     (told,) = json.loads((tmp_path / "evaluations.json").read_text())["eval"]["heldout"]["thinking"]
     assert (told["thinking_tokens"], told["value"], told["pass_at"]) == (20, 0.0, {"1": 0.0, "2": 0.0})

@@ -1,4 +1,4 @@
-"""The model that a run leaves is sampled as the run evaluated it, and nothing is concluded across two ways of sampling."""
+"""A run's exported model is sampled as in its evaluation, and evaluations with different sampling are not compared."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_the_exported_model_carries_its_sampling_wherever_it_is_moved(tmp_path: 
     export_model(base, tmp_path / "run" / "model", base=base, sampling=Sampling(temperature=0.0))
     moved = (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
     assert asked(moved, tmp_path) == Sampling(temperature=0.0)
-    assert asked(moved, tmp_path, "evaluation.temperature=0.5").temperature == 0.5, "what a person says counts"
-    assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is as it was"
+    assert asked(moved, tmp_path, "evaluation.temperature=0.5").temperature == 0.5, "the user's override wins"
+    assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is unchanged"
     (moved / "config.json").unlink()
 
 
@@ -60,12 +60,12 @@ def test_a_model_of_another_origin_has_the_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"temperature": "hot", "top_k": 0, "top_p": 1, "min_p": 0}', "[" * 100_000])
-def test_a_record_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_sampling_record_raises(text: str, tmp_path: Path) -> None:
     with pytest.raises((UserError, ValueError)):
         asked(model_of(tmp_path / "m", agentrl_sampling_json=text), tmp_path)
 
 
-def test_across_two_ways_of_sampling_there_is_no_verdict_unless_forced(tmp_path: Path) -> None:
+def test_different_sampling_gives_no_verdict_unless_forced(tmp_path: Path) -> None:
     def evaluated(name: str, score: float, **sampling: Any) -> str:
         settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "supports": False} | sampling
         about = results.EvaluationInfo(

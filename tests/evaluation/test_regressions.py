@@ -1,4 +1,4 @@
-"""Suites held to a policy without a recipe: verdicts by threshold, what is told of a failure, JUnit and JSON, the exit code."""
+"""Suites evaluated without a recipe: statuses by threshold, details of a failure, JUnit and JSON, the exit code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asked(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> None:
+def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> None:
     pinned = Baseline(model="m", version=3, scores=(0.0, None))
     first = make_suite(
         project / "evals" / "one",
@@ -73,7 +73,7 @@ def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> No
     assert [one["case"] for one in told["cases"]][:3] == ["bad", "flaky_strict", "broken"], "failed first, then unscored"
     bad = told["cases"][0]
     assert (bad["shown"]["tag"], bad["shown"]["turn"]) == ("wrong_answer", None), bad["shown"]
-    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes from its own case's threshold"
+    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes at its case's threshold"
     assert bad["shown"]["answer"].startswith("fail") and "wanted pass" in bad["shown"]["evidence"] and bad["baseline"]["version"] == 3
 
     document = xml.fromstring((project / "out.xml").read_bytes())
@@ -89,23 +89,23 @@ def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> No
     kept = results.load_results(project / "r" / "suites" / "one")
     assert len(kept.attempts) == 10 and kept.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
     assert results.load_results(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
-    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder says how it was made"
-    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases stay as they are"
+    assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder records its command"
+    assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases are unchanged"
 
     shown = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
     assert shown.exit_code == 0 and "What is case bad?" in shown.stdout
 
 
-def test_a_policy_that_passes_ends_with_0_and_can_be_pinned(project: Path) -> None:
+def test_a_passing_policy_exits_with_0_and_can_be_pinned(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("flaky", threshold=0.5))
     code, printed = asked(suite.folder, "--repeats", "2", "--pin", "--run-dir", project / "r")
     assert code == 0 and "s: 2 of 2 cases passed, 0 failed" in printed and "pass@1  0.750" in printed
     pinned = {case.id: case.baseline for case in load_suite(suite.folder).cases}
     assert [one is not None and one.scores for one in pinned.values()] == [(1.0, 0.0), (1.0, 1.0)]
-    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare finds it there"
+    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare reads it there"
 
 
-def test_a_case_that_failed_reads_well_and_moves_no_cursor(project: Path) -> None:
+def test_a_failed_case_is_printed_readably_without_escape_sequences(project: Path) -> None:
     suite = make_suite(project / "s", make_case("bad"), make_case("good"))
     code, printed = asked(suite.folder, "--run-dir", project / "r")
     assert code == 1 and "\x1b" not in printed and "\u202e" not in printed
@@ -113,17 +113,17 @@ def test_a_case_that_failed_reads_well_and_moves_no_cursor(project: Path) -> Non
     at = next(number for number, text in enumerate(lines) if text.startswith("failed"))
     assert lines[at] == "failed    bad  0.00 of 1 in 1 attempt" and lines[at + 1] == "question  What is case bad?"
     assert lines[at + 2].startswith("answer    fail") and lines[at + 3].startswith("evidence  wanted pass")
-    assert any(text.startswith("kept for  seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
+    assert any(text.startswith("note      seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
 
 
-def test_a_case_whose_image_is_gone_is_unscored_and_the_others_are_asked(project: Path) -> None:
+def test_a_case_without_its_image_is_unscored_and_the_others_run(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("good_too", image="gone"))
     code, printed = asked(suite.folder, "--run-dir", project / "r", "--junit", project / "out.xml")
     assert code == 1 and "s: 1 of 2 cases passed, 0 failed, 1 unscored" in printed and "no sandbox image at gone" in printed, printed
     assert "\x1b" not in printed and 'errors="1"' in (project / "out.xml").read_text()
 
 
-def test_code_that_raises_what_would_end_the_program_costs_its_own_case_and_is_named(project: Path) -> None:
+def test_code_that_raises_system_exit_costs_only_its_case(project: Path) -> None:
     names = ("good", "good_leaves", "leaves", "exits")
     suite = make_suite(project / "s", *map(make_case, names))
     code, printed = asked(suite.folder, "--run-dir", project / "r")
@@ -138,16 +138,16 @@ def _attempts(run: Path) -> list[results.CaseAttempt]:
     return sorted(results.load_results(run / "suite").attempts, key=lambda one: one.case)
 
 
-def test_what_cannot_be_used_is_told_before_anything_is_asked(project: Path) -> None:
+def test_unusable_suites_are_reported_before_anything_runs(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"))
     for wrong, said in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):
         done = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *wrong, "--run-dir", str(project / "r")])
         assert isinstance(done.exception, UserError), done.output
         assert any(one in str(done.exception) for one in said.split("|")), done.exception
-        assert not (project / "r" / "recipe.json").exists(), "the folder holds no run"
+        assert not (project / "r" / "recipe.json").exists(), "the folder contains no run"
 
 
-def test_a_pin_keeps_what_was_changed_meanwhile(project: Path) -> None:
+def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("flaky"), make_case("bad"))
     given = cast(
         Any, SimpleNamespace(suite=suite, results=SimpleNamespace(about=SimpleNamespace(model="m", version=1, sha256="", at="now")))
@@ -167,8 +167,8 @@ def test_a_pin_keeps_what_was_changed_meanwhile(project: Path) -> None:
     ("scores", "threshold", "verdict"),
     [
         ((1.0, 1.0), 1.0, CaseStatus.PASSED),
-        ((0.1,) * 10, 0.1, CaseStatus.PASSED),  # the mean of floats is no reason to fail
-        ((1.0, None), 1.0, CaseStatus.UNSCORED),  # what is missing may be a failure
+        ((0.1,) * 10, 0.1, CaseStatus.PASSED),  # rounding of the mean must not fail a case
+        ((1.0, None), 1.0, CaseStatus.UNSCORED),  # a missing score may be a failure
         ((0.0, None), 1.0, CaseStatus.FAILED),
         ((None,), 0.0, CaseStatus.UNSCORED),
         ((), 0.0, CaseStatus.UNSCORED),
@@ -178,7 +178,7 @@ def test_a_fault_is_never_a_score(scores: tuple[float | None, ...], threshold: f
     assert case_status(scores, threshold) is verdict
 
 
-def test_text_that_xml_cannot_hold_is_replaced_and_nothing_else() -> None:
+def test_only_text_that_xml_cannot_contain_is_replaced() -> None:
     every = "".join(chr(code) for code in range(0x3000)) + "\ud800\udfff\ufffe\uffff\U0001f600"
     element = xml.Element("a", b=xml_text(every))
     element.text = xml_text(every)
@@ -188,8 +188,8 @@ def test_text_that_xml_cannot_hold_is_replaced_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_model_folder_is_served_watched_and_held_to_its_version(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is scripted; what `agentrl eval` opens around it is the run's own."""
+async def test_a_model_folder_is_served_and_only_its_version_counts(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is scripted; `agentrl eval` opens the other parts of a run."""
     run = await test_judgement.opened(project / "r")
     run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
     script = load_policy_plugin(find_policy(POLICY)).script
@@ -227,12 +227,12 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
     assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
     assert regressions.pin_baselines(found[:1]) == 2
     pinned = load_suite(found[0].suite.folder).cases[0].baseline
-    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "no folder of this machine"
-    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
+    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "not a local folder"
+    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version do not count"
     await test_judgement.plain.close(run)
 
 
-def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     suite = make_suite(project / "s", make_case("good"))
     run = project / "runs" / "x"
@@ -258,8 +258,8 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["s", "--policy", "nowhere"], "no such folder, nor a version"),
-        (["s", "--policy", "runs/x@9"], "keeps no whole model of version 9"),
+        (["s", "--policy", "nowhere"], "no such folder or version"),
+        (["s", "--policy", "runs/x@9"], "has no complete model of version 9"),
         (["s"], "its suite.toml names no policy"),
         (["nothing", "--policy", "a:b"], "no folder nothing"),
         (["s", "--policy", "a:b", "--suite", "s"], "--policy does not go with --suite"),
@@ -267,14 +267,14 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
         (["s", "--policy", "a:b", "--repeats", "0"], "--repeats 0"),
         (["s", "same/s", "--policy", "a:b"], "two suites are called 's'"),
         (["s", "--policy", "a:b", "rollout.size=3"], "rollout.size: unknown key"),
-        (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint serves models by name"),
+        (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint needs the name of its model"),
         (["s", "--policy", "http://u:secret@127.0.0.1/v1", "--model", "m"], "without a user, a password"),
-        (["s", "--policy", "a:b", "--key-env", "KEY"], "are for an endpoint"),
-        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "no settings of chat completions"),
+        (["s", "--policy", "a:b", "--key-env", "KEY"], "need an endpoint"),
+        (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.top_k=3"], "chat completions have no settings"),
         (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
     ],
 )
-def test_wrong_use_says_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_wrong_use_is_reported_with_a_fix(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
     monkeypatch.chdir(project)
     make_suite(project / "s", make_case("good"))
     make_suite(project / "same" / "s", make_case("good"))
@@ -284,6 +284,6 @@ def test_wrong_use_says_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatc
     assert any(word in str(done.exception) for word in ("fix:", "known here:")), "what to do"
 
 
-def test_a_reference_that_makes_no_policy_is_told() -> None:
+def test_a_plugin_that_returns_no_policy_is_reported() -> None:
     with pytest.raises(PluginError, match="generate"):
         load_policy_plugin(find_policy(f"{HERE}:no_policy"))

@@ -1,4 +1,4 @@
-"""Cases that begin at the failing turn: what was before is played again once, captured, and never sampled again."""
+"""Cases that start at the failing turn: the turns before are replayed once, captured, and never sampled again."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def call(name: str, **arguments: str) -> str:
 
 
 def policy() -> ScriptedPolicy:
-    """Looks, looks again, and hands in the wrong thing."""
+    """Reads twice, and submits a wrong answer."""
     look, submit = call("python", code="print(97)"), call("submit", answer="fail")
     return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: look if turn < 2 else submit)
 
 
 def better() -> ScriptedPolicy:
-    """Hands in the right thing at once, the second time that it is asked. What it is asked for goes into `asked.jsonl`."""
+    """Submits the right answer at the second attempt. Records its prompts in `asked.jsonl`."""
 
     def say(turn: int, episode: str) -> str:
         with Path("asked.jsonl").open("a") as file:
@@ -59,20 +59,20 @@ def foreign() -> ScriptedPolicy:
 
 
 def talker() -> ScriptedPolicy:
-    """Asks a server's tool twice, and hands in the wrong thing."""
+    """Calls a server's tool twice, and submits a wrong answer."""
     said = [call("echo", text="a"), call("echo", text="b"), call("submit", answer="fail")]
     return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
 
 
 def agentrl(*arguments: object) -> tuple[str, str]:
-    """What was refused, and what was printed."""
+    """The error and the output."""
     done = CliRunner().invoke(app, [*map(str, arguments)])
     return "" if done.exit_code in (0, 1) and not isinstance(done.exception, UserError) else str(done.exception), done.output
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with one failure, whose turn is the third."""
+    """A run with one failure, in the third turn."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "prints.json").write_text('"97"')
@@ -91,7 +91,7 @@ def trace_of(run: Path) -> Trace:
         return next(iter(collection.traces()))
 
 
-def test_a_case_begins_at_the_failing_turn_and_samples_only_from_there(run: Path, tmp_path: Path) -> None:
+def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path, tmp_path: Path) -> None:
     assert promote("failing")[0] == ""
     (case,) = load_suite(tmp_path / "late").cases
     before = trace_of(run).episode
@@ -102,7 +102,7 @@ def test_a_case_begins_at_the_failing_turn_and_samples_only_from_there(run: Path
 
     refused, out = agentrl("eval", "late", "--policy", f"{HERE}:better", BACKEND, "--run-dir", "again")
     assert refused == "", out
-    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "nothing before it is sampled, also when the server failed"
+    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "earlier turns are not sampled, even after a server failure"
     (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert (attempt.score, attempt.turns, attempt.task_key) == (1.0, 1, case.key) and attempt.tokens < 100
 
@@ -111,7 +111,7 @@ def test_a_case_begins_at_the_failing_turn_and_samples_only_from_there(run: Path
     assert promote(1)[0] == "" and [one.start is None for one in load_suite(tmp_path / "late").cases].count(True) == 1
 
 
-def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: Path, tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_raise_before_anything_runs(run: Path, tmp_path: Path) -> None:
     promote("failing")
     code = CliRunner().invoke(app, ["eval", "late", "--policy", f"{HERE}:foreign", BACKEND, "--run-dir", "again"]).exit_code
     assert code == 2 and not Path("asked.jsonl").exists()
@@ -131,14 +131,14 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
     with pytest.raises(UserError, match="another tokenizer, template or wording"):
         replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig(instructions="Look first."))
     endpoint = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
-    assert "takes only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
+    assert "accepts only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
 
 
-def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
-    for turn, said in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is no turn")):
+def test_an_episode_that_cannot_be_replayed_raises_with_the_reason(run: Path, tmp_path: Path) -> None:
+    for turn, said in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is not a turn")):
         assert said in promote(turn)[0]
     (tmp_path / "prints.json").write_text('"98"')
-    assert "up to turn 3: turn 2 begins with other tokens" in promote("3")[0]
+    assert "up to turn 3: turn 2 starts with other tokens" in promote("3")[0]
     assert not (tmp_path / "late").exists(), "nothing is written"
     trace = trace_of(run)
     with pytest.raises(UserError, match="no exact tokens"):
@@ -147,8 +147,8 @@ def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_p
         replay.start_turn(replace(trace, tags=()), "failing")
 
 
-def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tools are in its prompt, and answer again when it is played again; a bound cuts what they give as it did."""
+def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tools are in its prompt and answer again in the replay; a bound cuts their output as before."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "prints.json").write_text('""')
@@ -173,8 +173,8 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Pa
     assert "declare it in the recipe, as tools.mcp.it" in without
 
 
-def test_words_of_a_tool_that_the_promoted_task_lacks_are_no_reason_to_refuse_it(run: Path, tmp_path: Path) -> None:
-    """They are the run's own, for other tasks of it."""
+def test_wording_of_a_tool_that_the_task_lacks_does_not_prevent_promotion(run: Path, tmp_path: Path) -> None:
+    """The wording is for other tasks of the run."""
     recipe = json.loads((run / "recipe.json").read_text())
     recipe["tools"]["words"] = {"search": {"description": "Search the archive.", "arguments": {}}}
     (run / "recipe.json").write_text(json.dumps(recipe))

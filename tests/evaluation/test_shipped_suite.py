@@ -1,4 +1,4 @@
-"""The suite in `evals/regressions`: what a user has right after the quickstart. A suite records the policy that is evaluated by default."""
+"""The suite in `evals/regressions`: which exists right after the quickstart. A suite records the policy that is evaluated by default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.evaluation.suite_parts import make_case, make_suite
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_it_has_a_failed_held_out_task_of_each_kind_and_says_how_to_make_its_policy() -> None:
+def test_the_suite_has_a_failed_held_out_task_of_each_kind_and_documents_its_policy() -> None:
     suite = load_suite(ROOT / "evals" / "regressions")
     check_suite_code(suite, ROOT)
     kinds = {Tables(seed=0).task(Split.HELDOUT, index).data["kind"] for index in range(96)}
@@ -48,16 +48,16 @@ def record(project: Path, policy: str, *, name: str = "s") -> Path:
 
 
 @pytest.mark.parametrize(("named", "source"), [("runs/q@3", PolicySource.VERSION), ("model", PolicySource.FOLDER)])
-def test_the_recorded_policy_is_the_one_that_a_person_would_name(
+def test_the_recorded_policy_equals_the_named_one(
     named: str, source: PolicySource, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suite = load_suite(record(project, named))
     assert recorded_policy([suite]) == find_policy(named) and find_policy(named).source is source
     monkeypatch.chdir(project / "sub")
-    assert recorded_policy([suite]).model == str(project / ("runs/q/versions/000003" if "@" in named else "model")), "wherever it is typed"
+    assert recorded_policy([suite]).model == str(project / ("runs/q/versions/000003" if "@" in named else "model")), "from any directory"
 
 
-def test_a_policy_that_is_not_there_is_an_error_that_says_how_to_make_it(project: Path) -> None:
+def test_a_missing_policy_is_an_error_with_a_fix(project: Path) -> None:
     record(project, "runs/gone@24")
     done = CliRunner().invoke(app, ["eval", "s"])
     assert isinstance(done.exception, UserError) and "policy = 'runs/gone@24' does not exist (train it: agentrl train r.py)" in str(
@@ -66,7 +66,7 @@ def test_a_policy_that_is_not_there_is_an_error_that_says_how_to_make_it(project
     assert "--policy FOLDER or RUN@VERSION" in done.exception.fix
     record(project, "runs/q@4")
     done = CliRunner().invoke(app, ["eval", "s"])
-    assert isinstance(done.exception, UserError) and "no whole model of version 4" in str(done.exception)
+    assert isinstance(done.exception, UserError) and "no complete model of version 4" in str(done.exception)
 
 
 def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> None:
@@ -94,10 +94,10 @@ def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> N
         ("borrowed@3", "outside the project"),
     ],
 )
-def test_a_recorded_policy_that_is_not_the_projects_is_refused(
+def test_a_recorded_policy_outside_the_project_raises(
     named: str, why: str, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A run's recipe names code."""
+    """A run's recipe refers to code."""
     outside = tmp_path_factory.mktemp("outside")
     for run in (outside, project / "s" / "theirs"):
         (run / "versions" / "000003").mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_a_recorded_policy_that_is_not_the_projects_is_refused(
     (project / "link").symlink_to(outside)
     borrowed = tmp_path_factory.mktemp("borrowed")
     (project / "borrowed").symlink_to(borrowed)
-    for run in (borrowed, project / "s" / "borrowed"):  # a recipe of theirs with a model of the project
+    for run in (borrowed, project / "s" / "borrowed"):  # a third-party recipe with a model of the project
         (run / "versions").mkdir(parents=True)
         (run / "versions" / "000003").symlink_to(project / "model")
     with pytest.raises(UserError, match=why):

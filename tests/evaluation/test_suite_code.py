@@ -1,4 +1,4 @@
-"""A suite chooses among the code and images of a project, and brings none."""
+"""A suite may only use code and images of its project."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def naming(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
     ],
 )
 @pytest.mark.parametrize("kind", ["verifiers", "tools"])
-def test_code_from_elsewhere_is_refused_before_it_is_imported(kind: str, reference: str, why: str, project: Path, tmp_path: Path) -> None:
+def test_foreign_code_raises_before_it_is_imported(kind: str, reference: str, why: str, project: Path, tmp_path: Path) -> None:
     (project / "link.py").symlink_to(tmp_path / "evil.py")
     wrong = suite_of(project, naming(**{kind: (reference.format(outside=tmp_path),)}))
     with pytest.raises(UserError, match=why):
@@ -74,10 +74,8 @@ def test_code_from_elsewhere_is_refused_before_it_is_imported(kind: str, referen
 
 @pytest.mark.parametrize("reference", ["evil:v", "package.part:v", "package.evil.part:v"])
 @pytest.mark.parametrize("entry", ["", "{suite}"])
-def test_code_that_python_finds_in_the_current_directory_is_refused(
-    reference: str, entry: str, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with `python -m agentrl eval .` in the folder of the suite."""
+def test_code_found_in_the_current_directory_raises(reference: str, entry: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like `python -m agentrl eval .` in the suite's folder."""
     suite = project / "evals" / "theirs"
     (project / "evil.py").unlink()
     (suite / "package").mkdir()
@@ -88,30 +86,30 @@ def test_code_that_python_finds_in_the_current_directory_is_refused(
         check_suite_code(suite_of(project, naming(verifiers=(reference,))), project)
 
 
-def test_the_project_goes_before_the_current_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_project_precedes_the_current_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project / "evals" / "theirs")
     monkeypatch.syspath_prepend("")
     check_suite_code(suite_of(project, naming(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
 
 
 @pytest.mark.parametrize("image", ["/etc", "../image", "sandboxes/../../image"])
-def test_an_image_from_elsewhere_is_refused(image: str, project: Path) -> None:
+def test_a_foreign_image_raises(image: str, project: Path) -> None:
     with pytest.raises(UserError, match="an image outside"):
         check_suite_code(suite_of(project, naming(image=image)), project)
 
 
 @pytest.mark.parametrize("image", ["a\0b", "a\x1b[31m", "a\n", "\x7f", "x" * 256, "é" * 128, "x/" * 2100 + "x"])
-def test_an_image_whose_name_no_folder_can_have_is_refused(image: str, project: Path) -> None:
+def test_an_image_with_an_impossible_folder_name_raises(image: str, project: Path) -> None:
     with pytest.raises(UserError, match="name is not a path"):
         check_suite_code(suite_of(project, naming(image=image)), project)
 
 
-def test_surrogates_are_no_path(project: Path) -> None:
+def test_surrogates_are_not_a_path(project: Path) -> None:
     assert untrusted_files.resolve_inside("a\ud800b", project) is None and untrusted_files.resolve_inside("\udcff", project) is None
     assert untrusted_files.resolve_inside("x" * 255, project) == project / ("x" * 255)
 
 
-def test_what_the_project_and_its_packages_have_may_be_named(project: Path) -> None:
+def test_code_of_the_project_and_its_packages_is_allowed(project: Path) -> None:
     names = ("rewards.tables:exact_answer", "rewards/mine.py:exact", f"{project}/rewards/mine.py:exact", "an_entry_point")
     check_suite_code(suite_of(project, naming(image="sandboxes/tables", verifiers=names, tools=("python", "submit", "mcp:files"))), project)
 

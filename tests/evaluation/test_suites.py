@@ -1,4 +1,4 @@
-"""An evaluation of a suite: every attempt kept, unscored ones told, read back and compared. The server is scripted."""
+"""An evaluation of a suite: all attempts are stored, reported, read back and compared. The server is scripted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_every_attempt_is_kept_with_its_cost_and_what_it_was_an_attempt_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_attempt_is_stored_with_its_cost_and_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = make_suite(tmp_path / "suite-of-mine")
     found = await evaluated(tmp_path / "run", suite, monkeypatch, repeats=4)
     assert results.load_results(tmp_path / "run" / suites.SUITE_FOLDER) == found
@@ -74,13 +74,13 @@ async def test_every_attempt_is_kept_with_its_cost_and_what_it_was_an_attempt_at
     episodes = [json.loads(line) for line in (tmp_path / "run/suite/episodes.jsonl").read_text().splitlines()]
     assert [(one["case"], one["attempt"]) for one in episodes] == [(case.id, n) for case in suite.cases for n in range(4)]
     captured = json.loads((tmp_path / "run/failures/failures.json").read_text())
-    assert (captured["episodes"], captured["why"]) == (12, {"failed": 2, "fault": 4}), "of the flaky case, and of the broken one"
+    assert (captured["episodes"], captured["why"]) == (12, {"failed": 2, "fault": 4}), "for the flaky and the broken case"
     shown = table(found, where=Path("x"))
     assert "pass@1  0.750" in shown and "flaky: 2 of 4 passed" in shown and "broken: 0 of 0 passed, 4 unscored" in shown
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_two_evaluations_are_compared_on_what_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_evaluations_are_compared_on_unchanged_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = make_suite(tmp_path / "s")
     first = await evaluated(tmp_path / "a", suite, monkeypatch, repeats=4)
     found = first.attempts
@@ -98,7 +98,7 @@ async def test_two_evaluations_are_compared_on_what_has_not_changed(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await evaluated(tmp_path / "a", make_suite(tmp_path / "s"), monkeypatch, repeats=4)
 
     def asked(*arguments: str) -> str:
@@ -107,7 +107,7 @@ async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeyp
         return done.output
 
     told = json.loads(asked(str(tmp_path / "a"), "--difference", "0.2", "--json"))
-    assert told["noise"] == pytest.approx((0.0 + 2 / 3) / 2) and told["suite_cases"] == 2, "easy, flaky; what was not scored tells nothing"
+    assert told["noise"] == pytest.approx((0.0 + 2 / 3) / 2) and told["suite_cases"] == 2, "easy and flaky; unscored attempts do not count"
     assert told["cases"]["1"] > told["cases"]["4"] > told["cases"]["8"] > 20 and told["here"]["8"] is None
     assert "the 2 cases of this suite show no difference" in asked(str(tmp_path / "a"))
     shown = asked("--rate", "0.95")
@@ -117,13 +117,13 @@ async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeyp
     unbounded = replace(results.load_results(tmp_path / "a" / suites.SUITE_FOLDER).attempts[0], case="x", score=math.inf)
     found = results.load_results(tmp_path / "a" / suites.SUITE_FOLDER)
     results.save_results(tmp_path / "b", replace(found, attempts=(*found.attempts, unbounded)), [])
-    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "what is no number is in no comparison, and in no plan"
+    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "a score that is not a number is excluded from comparisons and plans"
     for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
         done = CliRunner().invoke(app, ["compare", *wrong])
         assert isinstance(done.exception, UserError) and "two evaluations are compared" in str(done.exception)
 
 
-def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
+def test_an_invalid_evaluation_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"about\.json is missing"):
         results.load_results(tmp_path)
     (tmp_path / "about.json").write_text('{"suite": 3}')
@@ -154,7 +154,7 @@ def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
     assert isinstance(done.exception, UserError) and "is no suite" in str(done.exception)
 
 
-async def test_a_case_whose_verifier_is_gone_is_told_before_anything_starts(tmp_path: Path) -> None:
+async def test_a_missing_verifier_is_reported_before_anything_starts(tmp_path: Path) -> None:
 
     task = replace(test_judgement.make_suite().cases[0].task, verifiers=("rewards.gone:nothing",))
     save_case(tmp_path, Case(id="a", task=task))
@@ -164,7 +164,7 @@ async def test_a_case_whose_verifier_is_gone_is_told_before_anything_starts(tmp_
         await suites.evaluate_suite(test_judgement.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
 
 
-def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
+def test_suites_are_reported_over_versions_with_a_plot(tmp_path: Path) -> None:
     about = results.EvaluationInfo(
         suite="s", suite_sha256="a", cases=2, repeats=1, model="m", version=0, sha256="0123456789abcdef", recipe="r", recipe_sha256="",
         sampling={}, seed=0, threshold=1.0, agentrl="0", at="2026-11-23T00:00:00+00:00", wall_s=3.0,

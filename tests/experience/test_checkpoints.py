@@ -1,4 +1,4 @@
-"""What is kept of running episodes: newest wins, damage is put aside, nothing outlives its group."""
+"""Checkpoints of running episodes: the newest wins, damaged files are renamed, and nothing outlives its group."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(kee
     assert STATE.oldest_version == 2
 
 
-async def test_a_write_that_ends_after_its_group_was_forgotten_leaves_nothing(
+async def test_a_write_that_ends_after_its_group_was_removed_leaves_nothing(
     keeper: FolderCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As that of an attempt which was cancelled meanwhile: its thread goes on."""
+    """Like the write of a cancelled attempt, whose thread continues."""
     write = checkpoints.files.write_atomically
 
     def late(path: Path, body: bytes, *, tag: str) -> None:
@@ -75,7 +75,7 @@ async def test_a_write_that_ends_after_its_group_was_forgotten_leaves_nothing(
     assert keeper.groups() == (4,)
 
 
-async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: FolderCheckpoints, tmp_path: Path) -> None:
+async def test_nothing_is_left_of_a_removed_group(keeper: FolderCheckpoints, tmp_path: Path) -> None:
     for group in (0, 1_000_000):
         await keeper.save_state(group, 0, STATE)
     assert keeper.groups() == (0, 1_000_000)
@@ -94,7 +94,7 @@ async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: FolderCheckp
     ],
     ids=["torn", "one bit", "empty", "another record"],
 )
-async def test_a_damaged_file_is_put_aside_with_a_warning(
+async def test_a_damaged_file_is_renamed_with_a_warning(
     keeper: FolderCheckpoints, tmp_path: Path, damage: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     await keeper.save_state(3, 2, STATE)
@@ -106,11 +106,11 @@ async def test_a_damaged_file_is_put_aside_with_a_warning(
     await keeper.save_state(3, 2, STATE)
     assert await keeper.load(3, 2) == STATE
     keeper.remove_group(3)
-    assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for whoever looks into it"
+    assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for inspection"
 
 
-async def test_a_changed_byte_is_damage_wherever_it_is(keeper: FolderCheckpoints, tmp_path: Path) -> None:
-    """Letters of a text as well, which decode to another text."""
+async def test_any_changed_byte_is_detected(keeper: FolderCheckpoints, tmp_path: Path) -> None:
+    """Also letters of a text, which would decode to another text."""
     await keeper.save_state(0, 0, STATE)
     path = tmp_path / "running" / "000000" / "0.state"
     body = path.read_bytes()
@@ -136,9 +136,9 @@ async def test_the_bound_on_a_file_holds_for_writing_and_reading(
     size = len(codec.to_json(STATE))
     monkeypatch.setattr(checkpoints, "MAX_BYTES", size)
     await keeper.save_state(0, 0, STATE)
-    assert await keeper.load(0, 0) == STATE and not caplog.records, "exactly as large as may be"
+    assert await keeper.load(0, 0) == STATE and not caplog.records, "exactly at the limit"
     await keeper.save_state(0, 1, replace(STATE, episode_id="e2"))
-    assert await keeper.load(0, 1) is None and "are more than may be kept" in caplog.text, "a byte more"
+    assert await keeper.load(0, 1) is None and "exceed the limit of" in caplog.text, "a byte beyond the limit"
     monkeypatch.setattr(checkpoints, "MAX_BYTES", size - 1)
     assert await keeper.load(0, 0) is None and "decompresses to more than" in caplog.text
 
@@ -151,12 +151,12 @@ async def test_only_folders_of_groups_count_as_groups(keeper: FolderCheckpoints,
 
 
 async def test_an_attempt_without_a_stored_state_can_finish(keeper: FolderCheckpoints) -> None:
-    """It ended in its first turn, or its states could not be written."""
+    """It ended in its first turn, or its states could not be stored."""
     await keeper.save_scored(5, 0, SCORED)
     assert await keeper.load(5, 0) == SCORED
 
 
-async def test_a_state_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_state_that_cannot_be_written_is_logged_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "running").write_text("a file where the folder should be")
     await FolderCheckpoints(tmp_path / "running").save_state(0, 0, STATE)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "could not be written" in caplog.text

@@ -1,4 +1,4 @@
-"""Driver and learner agree on the groups of a step, whatever finishes first and whoever dies."""
+"""Driver and learner agree on the groups of a step, whatever finishes first and whichever process dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group(index: int, *scores: float) -> Group:
 
 
 class Stored:
-    """What the learner sees of a store: groups by index."""
+    """The learner's view of a store: groups by index."""
 
     def __init__(self) -> None:
         self.found: dict[int, Group] = {}
@@ -54,9 +54,7 @@ def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_af
 
 @settings(max_examples=60, deadline=None)
 @given(per_step=st.integers(1, 5), extra=st.integers(0, 5), step=st.integers(0, 3), data=st.data())
-def test_the_learner_takes_exactly_what_the_driver_made_also_when_it_died_on_the_way(
-    per_step: int, extra: int, step: int, data: st.DataObject
-) -> None:
+def test_the_learner_takes_exactly_the_drivers_groups_also_after_a_crash(per_step: int, extra: int, step: int, data: st.DataObject) -> None:
     store = Stored()
 
     def outcomes(low: int, high: int) -> int:
@@ -67,14 +65,14 @@ def test_the_learner_takes_exactly_what_the_driver_made_also_when_it_died_on_the
         roll_out(driver, step, store, outcomes, stop_after)
         taken = StepGroups(per_step, extra).consumed_indices(step, cast(Any, store))
         if taken is not None:
-            assert list(taken) == sorted(store.found), "all that was made, and nothing is left over"
+            assert list(taken) == sorted(store.found), "all groups, and none is left over"
             break
     with_preference = sum(len({one.score.value for one in found.scored}) > 1 for found in store.found.values())
     assert taken is not None and taken.start == step * (per_step + extra)
     assert with_preference == per_step or len(taken) == per_step + extra
 
 
-def test_without_extra_groups_no_group_is_read_to_know_whether_a_step_is_whole() -> None:
+def test_without_extra_groups_no_group_is_read_to_complete_a_step() -> None:
     store, steps = Stored(), StepGroups(2)
     store.found = {2: group(2, 0.0, 0.0)}
     assert steps.consumed_indices(1, cast(Any, store)) is None
@@ -82,19 +80,19 @@ def test_without_extra_groups_no_group_is_read_to_know_whether_a_step_is_whole()
     assert steps.consumed_indices(1, cast(Any, store)) == range(2, 4) and store.read == []
 
 
-def test_a_group_that_says_nothing_gets_another_and_is_read_once(tmp_path: Any) -> None:
+def test_a_group_without_a_preference_gets_another_and_is_read_once(tmp_path: Any) -> None:
     broken = Failure(stage="s", blame=Blame.TASK, kind="k", message="")
     store, steps = SqliteStore(tmp_path / "x.sqlite"), StepGroups(2, 3, min_group_size=2)
     store.put(group(0, 1.0, 0.0))
     store.put(excluded_group(1, "t", "k", broken, size=2))  # no attempt at all
     assert steps.consumed_indices(0, store) is None
-    store.put(group(2, 1.0))  # one attempt alone has no baseline
+    store.put(group(2, 1.0))  # a single attempt has no baseline
     store.put(group(3, 0.5, 0.5))
     assert steps.consumed_indices(0, store) is None
-    store.put(group(4, 0.0, 0.0))  # and here the block ends
+    store.put(group(4, 0.0, 0.0))  # the end of the block
     assert steps.consumed_indices(0, store) == range(5)
     store.close()
-    assert steps.consumed_indices(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "what was read is known"
+    assert steps.consumed_indices(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "a group that was read is cached"
 
 
 @given(per_step=st.integers(1, 6), extra=st.integers(0, 6))
@@ -106,13 +104,15 @@ def test_tasks_are_those_of_a_run_without_extra_groups_and_each_index_has_its_ow
     )
     positions = [steps.position(index) for index in indices]
     assert len(set(positions)) == len(positions)
-    assert sorted(positions) == [*range(4 * per_step), *range(1 << 30, (1 << 30) + 4 * extra)], "and no position is left out"
+    assert sorted(positions) == [*range(4 * per_step), *range(1 << 30, (1 << 30) + 4 * extra)], "and no position is skipped"
 
 
 @pytest.mark.parametrize(
     ("scores", "smallest", "teaches"), [((1.0, 0.0), 2, True), ((1.0, 0.0), 3, False), ((1.0, 1.0), 2, False), ((), 1, False)]
 )
-def test_a_group_teaches_if_enough_attempts_were_scored_and_not_all_alike(scores: tuple[float, ...], smallest: int, teaches: bool) -> None:
+def test_a_group_has_a_preference_if_enough_attempts_were_scored_differently(
+    scores: tuple[float, ...], smallest: int, teaches: bool
+) -> None:
     assert has_preference(group(0, *scores), min_group_size=smallest) is teaches
 
 
@@ -124,7 +124,7 @@ def test_a_policy_that_does_not_learn_has_one_step_without_end() -> None:
     assert len(steps.indices(0)) == steps.per_step, "without extra groups"
 
 
-def test_what_is_known_of_a_group_is_not_in_what_is_printed() -> None:
+def test_cached_preferences_are_not_in_the_repr() -> None:
     """A run's steps may have read thousands of groups."""
     steps = StepGroups(2)
     steps.set_preference(0, True)

@@ -44,7 +44,7 @@ def store(tmp_path: Path):
     with_path.close()
 
 
-def test_a_group_comes_back_equal_and_in_the_order_asked(store: SqliteStore) -> None:
+def test_groups_are_returned_equal_and_in_the_given_order(store: SqliteStore) -> None:
     face: ExperienceStore = store
     assert [face.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
     assert store.indices() == (0, 1, 2)
@@ -62,7 +62,7 @@ def test_the_first_group_of_an_index_stays(store: SqliteStore) -> None:
 
 def _put_all(path: str, name: str, count: int, barrier, won) -> None:
     barrier.wait(300)
-    store = SqliteStore(path)  # opened at once by all: the file is made under the race too
+    store = SqliteStore(path)  # opened by all at once, so that creating the file races too
     mine = [index for index in range(count) if store.put(make_group(index, name))]
     won.put((name, mine))
     store.close()
@@ -97,7 +97,7 @@ def test_take_waits_for_another_writer_and_does_not_consume(store: SqliteStore) 
 
 
 def test_take_with_no_time_looks_once(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: 5.0)  # a clock that stands still: at its deadline the wait is over
+    monkeypatch.setattr(time, "monotonic", lambda: 5.0)  # a clock that stands still: the wait ends at its deadline
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits {seconds} s"))
     with pytest.raises(TimeoutError, match=r"step 0: after 0 s, 1 of 1 groups are missing: 0$"):
         store.take(0, [0], timeout_s=0)
@@ -105,7 +105,7 @@ def test_take_with_no_time_looks_once(store: SqliteStore, monkeypatch: pytest.Mo
     assert store.take(0, [0], timeout_s=0) == (make_group(0),)
 
 
-def test_take_looks_ever_less_often_and_never_past_its_deadline(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_polls_less_and_less_often_and_never_past_its_deadline(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pauses = [100.0], list[float]()
 
     def sleep(seconds: float) -> None:
@@ -132,8 +132,8 @@ def test_names_of_missing_groups_are_bounded(store: SqliteStore) -> None:
 
 
 @pytest.mark.parametrize("default", ["FULL", "NORMAL"])
-def test_what_is_stored_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: str) -> None:
-    """Builds of SQLite differ in what a connection starts with."""
+def test_stored_groups_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: str) -> None:
+    """SQLite builds differ in their defaults."""
     connect = sqlite3.connect
 
     def of_such_a_build(*path: Any, **options: Any) -> sqlite3.Connection:
@@ -146,7 +146,7 @@ def test_what_is_stored_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest
     (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
     (journal,) = store._connection.execute("PRAGMA journal_mode").fetchone()
     store.close()
-    assert (synchronous, journal) == (2, "wal"), "2 is FULL: with it alone a commit in write-ahead mode is synced before it returns"
+    assert (synchronous, journal) == (2, "wal"), "2 is FULL, the only mode that syncs a write-ahead commit before it returns"
 
 
 def test_another_process_may_write_for_half_a_minute(store: SqliteStore) -> None:
@@ -156,7 +156,7 @@ def test_another_process_may_write_for_half_a_minute(store: SqliteStore) -> None
 @pytest.mark.parametrize("ending", ["close", "failed start"])
 def test_no_file_stays_open(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "experience.sqlite"
-    alive: object  # what holds the connection, so that no collection closes it
+    alive: object  # keeps a reference, so that no garbage collection closes it
     if ending == "close":
         store = alive = SqliteStore(path)
         store.close()
@@ -182,7 +182,7 @@ def test_a_store_is_used_by_any_thread_and_waits_for_another_process_that_writes
 
 
 def test_a_file_system_without_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write-ahead logging needs it. SQLite then answers with the journal that the file keeps, as here for a store in no file at all."""
+    """Write-ahead logging needs it. Otherwise SQLite returns another journal mode, as here for an in-memory store."""
     monkeypatch.setattr(store_module.sqlite3, "connect", lambda path, **options: sqlite3.Connection(":memory:", isolation_level=None))
     with pytest.raises(StoreError, match=r"without shared memory for SQLite \(memory\)\n  fix: use a local disk for --run-dir"):
         SqliteStore(tmp_path / "experience.sqlite")
@@ -289,7 +289,7 @@ def test_kill_9_in_the_middle_loses_nothing_that_was_acknowledged(tmp_path: Path
     consumed = store.consumed()
     assert all(consumed[index] == index // 2 for index in range(last + last % 2))
     assert len(consumed) % 2 == 0, "a commit is whole or not there"
-    assert store.put(make_group(len(stored)))  # and the store goes on
+    assert store.put(make_group(len(stored)))  # and the store still works
     store.close()
 
 
@@ -332,7 +332,7 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
     raw.close()
     with pytest.raises(StoreError, match="not an experience store"):
         SqliteStore(foreign)
-    with sqlite3.connect(foreign) as raw:  # and what agentrl 0.1 writes is known by these four bytes, as long as there are such files
+    with sqlite3.connect(foreign) as raw:  # agentrl 0.1 files are identified by these four bytes
         raw.execute("PRAGMA application_id = 0x41475258")
         raw.execute("PRAGMA user_version = 1")
         raw.execute("DROP TABLE groups")
@@ -360,7 +360,7 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
     ],
 )
 def test_a_file_with_content_that_no_store_writes_is_not_opened(store: SqliteStore, statement: str) -> None:
-    """A run folder may come from a third party: a trigger of its file would act with every group that is stored."""
+    """A run folder may come from a third party: a trigger in its file would run with every stored group."""
     store.put(make_group(0))
     with sqlite3.connect(store.path) as raw:
         raw.execute(statement)
@@ -381,7 +381,7 @@ def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "experience.sqlite", busy_timeout_s=0.2)
     holder = sqlite3.connect(store.path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="locked for too long"):
+    with pytest.raises(StoreError, match="locked it for too long"):
         store.put(make_group(0))
     assert store.indices() == ()  # readers are not blocked
     holder.execute("ROLLBACK")

@@ -1,4 +1,4 @@
-"""Single judgements of the gate: what is reported, compared and shown, which versions are due, and which are not judged.
+"""Single evaluations of the gate: reports, comparisons, due versions, and versions without a verdict.
 
 The run and its scripted policy are those of test_gate.py.
 """
@@ -27,7 +27,7 @@ scripted = plain.scripted
 
 
 class Reports:
-    """What a run's tracker was given, from here on."""
+    """Records what a run's tracker gets from here on."""
 
     def __init__(self, run: Any) -> None:
         self.stages: list[tuple[str, str]] = []
@@ -39,26 +39,26 @@ class Reports:
 
 
 def with_image(suite: Suite, case_id: str, image: str) -> Suite:
-    """The suite with another image, and so another content, for one case."""
+    """The suite with another image, and so another content hash, for one case."""
     other = SandboxSpec(image=image)
     changed = (replace(case, task=replace(case.task, sandbox=other)) if case.id == case_id else case for case in suite.cases)
     return replace(suite, cases=tuple(changed))
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_judgement_reports_its_stage_its_attempts_and_its_rate(tmp_path: Path) -> None:
+async def test_the_gate_reports_stage_attempts_and_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
     await gate_version(run, run.registry.get(0))
     assert reports.stages == [("gate", "version 0: 12 cases, 48 attempts")] and reports.counted[-1] == (48, 48)
     (rate,) = reports.rates["gate 0"].values()
     assert isinstance(rate, Rate) and (rate.value, rate.n) == (1.0, 48) and rate.ci_low < rate.ci_high
-    assert run.registry.get(0).evals == {GATE: 1.0} and run.tracker.said == [], "a promotion is no alert"
+    assert run.registry.get(0).evals == {GATE: 1.0} and run.tracker.said == [], "a promotion is not an alert"
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_on_a_server_of_its_own_the_stage_stays_that_of_the_run(tmp_path: Path) -> None:
+async def test_a_gate_on_its_own_server_does_not_change_the_stage(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.gate_server = SimpleNamespace(policy=Player(run))
     reports = Reports(run)
@@ -70,7 +70,7 @@ async def test_on_a_server_of_its_own_the_stage_stays_that_of_the_run(tmp_path: 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("image", ["gone", "none"])
-async def test_cases_whose_image_cannot_be_made_are_reported_and_unscored(image: str, tmp_path: Path) -> None:
+async def test_cases_whose_image_cannot_be_built_are_reported_and_unscored(image: str, tmp_path: Path) -> None:
     """`gone` is the image of one case, `none` that of the others."""
     run = await opened(tmp_path)
     run.suite = with_image(run.suite, "c03", "gone")
@@ -83,13 +83,13 @@ async def test_cases_whose_image_cannot_be_made_are_reported_and_unscored(image:
     run.sandboxes.prepare = prepare
     await looked(run)
     (said,) = run.tracker.said
-    assert f"gate: the cases of image {image} cannot be tried: no such image" in said
-    assert reports.rates["gate 0"]["x"].n == (44 if image == "gone" else 4), "the attempts that were scored"
+    assert f"gate: the cases of image {image} cannot be run: no such image" in said
+    assert reports.rates["gate 0"]["x"].n == (44 if image == "gone" else 4), "the scored attempts"
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_of_which_no_attempt_was_scored_is_not_judged_and_has_no_rate(tmp_path: Path) -> None:
+async def test_a_version_without_a_scored_attempt_has_no_verdict_and_no_rate(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     reports = Reports(run)
     say = run.player.say
@@ -101,13 +101,13 @@ async def test_a_version_of_which_no_attempt_was_scored_is_not_judged_and_has_no
 
     run.player.script = late
     await looked(run)
-    assert reports.rates == {} and run.tracker.said == ["version 0 is not judged: not one attempt was scored"]
+    assert reports.rates == {} and run.tracker.said == ["version 0 is not judged: no attempt was scored"]
     assert run.registry.get(0).state is VersionState.SERVING
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_shown(tmp_path: Path) -> None:
+async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_path: Path) -> None:
     """c00 fails as often as before. At c09 a score of 0 passes, so there is no episode to show."""
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4, "gate.action": "block", "steps": 8})
@@ -132,7 +132,7 @@ async def test_where_only_the_suite_fell_the_three_cases_that_fell_furthest_are_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_case_whose_content_has_changed_is_neither_compared_nor_shown(tmp_path: Path) -> None:
+async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.confirm": 0, "gate.alpha": 0.4})
     await serving_the_second(run, "good 1", "bad c03 c05 c06")
@@ -165,7 +165,7 @@ async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_show
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_suite_whose_cases_have_all_changed_begins_with_a_new_reference(tmp_path: Path) -> None:
+async def test_a_suite_whose_cases_all_changed_starts_with_a_new_baseline(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serving_the_second(run, "good 1", "bad c03")
     for case in run.suite.cases:
@@ -200,7 +200,7 @@ async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_v
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_versions_are_due_at_the_pace_of_the_recipe_from_the_newest_that_has_a_verdict(tmp_path: Path) -> None:
+async def test_versions_are_due_at_the_recipes_interval_from_the_newest_with_a_verdict(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 5})
     for number in range(1, 6):
@@ -214,7 +214,7 @@ async def test_versions_are_due_at_the_pace_of_the_recipe_from_the_newest_that_h
     assert await served(2) == [0, 2] and await served(3) == [0, 2] and await served(4) == [0, 2, 4]
     await gate_version(run, run.registry.get(2))
     assert [version.number for version in due_versions(run)] == [2, 4]
-    assert await served(5) == [2, 4, 5], "the last one is due at any pace"
+    assert await served(5) == [2, 4, 5], "the last version is always due"
     run.registry.reconcile(4)
     assert due_serving_version(run) is None and [version.number for version in due_versions(run)] == [2, 4], "version 5 is gone"
     publish(run, 5, 4, "others")
@@ -225,7 +225,7 @@ async def test_versions_are_due_at_the_pace_of_the_recipe_from_the_newest_that_h
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_undone_or_about_to_be_is_not_judged_unless_it_is_the_last(tmp_path: Path) -> None:
+async def test_a_rolled_back_version_is_not_evaluated_unless_it_is_the_last(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
     for number in (1, 2, 3):
@@ -243,7 +243,7 @@ async def test_a_version_that_is_undone_or_about_to_be_is_not_judged_unless_it_i
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_what_serves_stays_where_nothing_was_promoted_or_it_is_what_was_promoted(tmp_path: Path) -> None:
+async def test_the_serving_version_stays_if_nothing_else_was_promoted(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serve_result(run)
     await looked(run)

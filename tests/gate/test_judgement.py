@@ -1,6 +1,6 @@
-"""The gate inside a run: an unchanged policy is promoted, a worse one is refused and undone, and dying in between loses nothing.
+"""The gate of a run: an unchanged policy is promoted, a worse one is rolled back, and a crash in between loses nothing.
 
-Server and channel are scripted, and so is the policy: which cases a version passes is in its weights. Registry, store, suite,
+Server, channel and policy are scripted: a version's weights say which cases it passes. Registry, store, suite,
 episodes, verifier, rule, tracker and the loop's own code are the real ones.
 """
 
@@ -74,7 +74,7 @@ class Killed(BaseException):
 
 
 class Player(ScriptedPolicy):
-    """Submits what the served version's weights say.
+    """Submits the answers in the served version's weights.
 
     `good` passes every case. `bad c03 c07-r1` fails all attempts at c03 and attempt 1 at c07. `awful` fails everything.
     """
@@ -98,7 +98,7 @@ class Player(ScriptedPolicy):
 
 
 async def opened(run_dir: Path) -> Any:
-    """A run at version 0, which passes everything."""
+    """A run at version 0, which passes every case."""
     run = await plain.opened(run_dir)
     run.recipe, run.suite, run.stop_at = RECIPE, make_suite(), RECIPE.steps
     run.sandboxes = ScriptedSandboxes(printing(""))
@@ -129,7 +129,7 @@ def publish(run: Any, number: int, parent: int, weights: str) -> None:
 
 
 def learner_answers(run: Any, number: int) -> rollback.RollbackRequest:
-    """What the learner does at its step `number - 1`: see tests/learner/test_gate.py for the real one."""
+    """The learner's step `number - 1`; tests/learner/test_gate.py tests the real one."""
     request = rollback.pending_request(run.folder / "versions", run.registry)
     assert request is not None
     weights = (run.folder / f"versions/{request.to:06d}/model.safetensors").read_text()
@@ -145,7 +145,7 @@ async def looked(run: Any) -> None:
 
 
 async def serving_the_second(run: Any, one: str, two: str) -> None:
-    """Version 0 is judged; version 2, which is due and was not looked at, serves after version 1; these are their weights."""
+    """Version 0 has a verdict; version 2, which is due, serves after version 1 without one. These are their weights."""
     await looked(run)
     publish(run, 1, 0, one)
     publish(run, 2, 1, two)
@@ -164,7 +164,7 @@ def states(run: Any) -> list[str]:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_episodes(tmp_path: Path) -> None:
+async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both_episodes(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     publish(run, 1, 0, "good 1")
     publish(run, 2, 1, "good 2")
@@ -211,10 +211,10 @@ async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_is_judged_twice(
+async def test_a_resumed_driver_completes_the_gates_work_and_evaluates_no_version_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies as the evaluation is written down, then after the verdict and before what follows from it, then after that."""
+    """It dies while writing the evaluation, then after the verdict but before its consequences, then after them."""
     run = await opened(tmp_path)
     await serving_the_second(run, "bad", "bad c01")
 
@@ -238,18 +238,18 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
 
     learner_answers(run, 3)
     assert rollback.pending_request(tmp_path / "versions", run.registry) is None
-    assert first_version_to_serve(run).number == 3, "version 0 is promoted, but its successor has taken over"
+    assert first_version_to_serve(run).number == 3, "version 0 is promoted, but its successor serves"
     await run.served.swap(run.registry.get(3))
     record_missing_steps(run)
     assert measure.recorded_steps(tmp_path) == {1, 2, 3}
     await plain.close(run)
     with Collection(tmp_path) as collection:
-        assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "attempts of the first try are not counted twice"
+        assert collection.counts("phase", "step", "why")[("gate", 2, "regressed")] == 16, "no attempt is counted twice"
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew", "a full disk"])
-async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_not_promoted(
+async def test_a_version_that_passes_while_being_retracted_is_reported_and_not_promoted(
     meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await opened(tmp_path)
@@ -274,13 +274,13 @@ async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_n
             await looked(run)
     else:
         await looked(run)
-        assert any("version 2 passed the gate and is not promoted" in said for said in run.tracker.said)
+        assert any("version 2 passed the gate but is not promoted" in said for said in run.tracker.said)
     assert run.registry.latest(VersionState.PROMOTED).number == 0
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_path: Path) -> None:
+async def test_a_verdict_of_another_version_or_with_an_invalid_target_is_reported(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serving_the_second(run, "bad", "bad c01")
     await looked(run)
@@ -297,7 +297,7 @@ async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_p
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_refused(tmp_path: Path) -> None:
+async def test_the_result_is_the_last_promoted_version_if_the_newest_is_blocked(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.action": "block", "steps": 4})
     for number, weights in ((1, "good 1"), (2, "good 2"), (3, "good 3"), (4, "awful")):
@@ -309,15 +309,15 @@ async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_ref
     await serve_result(run)
     assert "version 4 is not promoted; the result of the run is version 2" in run.tracker.said
     assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
-    assert first_version_to_serve(run).number == 2, "a run that is over goes on with its result"
+    assert first_version_to_serve(run).number == 2, "a finished run resumes with its result"
     longer = SimpleNamespace(**{**vars(run), "recipe": RECIPE.but({"steps": 8})})
-    assert first_version_to_serve(longer).number == 4, "a run that is made longer goes on with its newest weights"  # type: ignore[arg-type]
+    assert first_version_to_serve(longer).number == 4, "a run with more steps resumes with its newest weights"  # type: ignore[arg-type]
     assert measure.gate_problems(tmp_path, finished=True) == ()
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_case_is_tried_as_often_as_it_says_and_held_to_its_own_threshold(tmp_path: Path) -> None:
+async def test_a_case_has_its_own_repeats_and_threshold(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     own = {"c03": {"repeats": 6}, "c05": {"repeats": 6, "threshold": 0.0}}
     run.suite = replace(run.suite, cases=tuple(replace(case, **own.get(case.id, {})) for case in run.suite.cases))
@@ -327,9 +327,9 @@ async def test_a_case_is_tried_as_often_as_it_says_and_held_to_its_own_threshold
     found = read_verdict(tmp_path, 2)
     assert found is not None and found.judgement is not None and found.figures is not None
     assert [(one.case, one.passed, one.tries, one.before_tries) for one in found.judgement.regressed] == [("c03", 0, 6 + 12, 6)]
-    assert found.figures.attempts == 10 * 4 + 2 * 6 and found.figures.pass_at_1 == pytest.approx(11 / 12), "c05 asks for nothing"
+    assert found.figures.attempts == 10 * 4 + 2 * 6 and found.figures.pass_at_1 == pytest.approx(11 / 12), "c05 has threshold 0"
     compared = json.loads(CliRunner().invoke(app, ["compare", f"{tmp_path}@0", f"{tmp_path}@2", "--json"]).output)
-    assert compared["lost"] == ["c03", "c05"], "scores are compared as they are"
+    assert compared["lost"] == ["c03", "c05"], "scores are compared unchanged"
     await plain.close(run)
 
 
@@ -342,18 +342,18 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     await served_through(run, 2)
     assert result_version(run) is None
     (problem,) = measure.gate_problems(tmp_path, finished=True)
-    assert "promoted no version but the first" in problem and "the suite fell by 100.0 points" in problem
+    assert "promoted no version after the first" in problem and "the suite fell by 100.0 points" in problem
 
     run.registry.set_state(2, VersionState.PROMOTED)
     assert result_version(run).number == 2
     adapter = {f"base_model.model.q.lora_{part}.weight": torch.full((2, 2), value) for part, value in (("A", 1.0), ("B", 0.0))}
     save_file(adapter, tmp_path / "versions/000002" / ADAPTER)
-    assert result_version(run) is None, "with adapters, version 0 again has a hash of its own"
+    assert result_version(run) is None, "with adapters, a rollback to version 0 has its own hash"
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_judged_anew(tmp_path: Path) -> None:
+async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.max_rollbacks": 1, "gate.every": 1, "steps": 9})
     await looked(run)
@@ -374,8 +374,8 @@ async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_the_learner_is_not_asked_back_once_it_has_published_the_last_version(tmp_path: Path) -> None:
-    """It has ended: the request would stand until the run was given more steps, and undo whatever was promoted by then."""
+async def test_no_rollback_is_requested_after_the_last_version(tmp_path: Path) -> None:
+    """It has ended: the request would remain until the run got more steps, and then roll back later promotions."""
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
     for number, weights in enumerate(("good 1", "bad c03", "good 3"), 1):
@@ -392,7 +392,7 @@ async def test_the_learner_is_not_asked_back_once_it_has_published_the_last_vers
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_request_that_came_too_late_is_void_once_the_last_version_is_promoted(tmp_path: Path) -> None:
-    """The learner was making its last step already. With more steps the run goes on from what was promoted."""
+    """The learner was already in its last step. With more steps the run continues from the promoted version."""
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 3})
     publish(run, 1, 0, "good 1")
@@ -407,7 +407,7 @@ async def test_a_request_that_came_too_late_is_void_once_the_last_version_is_pro
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_what_another_version_sampled_is_unscored_and_too_little_is_not_judged(tmp_path: Path) -> None:
+async def test_attempts_of_another_version_are_unscored_and_too_few_scores_give_no_verdict(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await looked(run)
     publish(run, 1, 0, "good 1")
@@ -432,13 +432,13 @@ async def test_what_another_version_sampled_is_unscored_and_too_little_is_not_ju
     await plain.close(run)
 
 
-def test_where_two_episodes_part() -> None:
+def test_the_first_different_turn_of_two_episodes() -> None:
     def words(*turns: tuple[str, str]) -> dict[str, Any]:
         return {"messages": [{"role": "assistant", "content": said, "tool_calls": [{"name": call}]} for said, call in turns]}
 
     one = words(("a", "python"), ("b", "submit"))
     assert first_different_turn(one, one) is None
-    assert first_different_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other words"
+    assert first_different_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other text"
     assert first_different_turn(one, words(("other words", "python"), ("b", "submit"))) == 1
     assert (
         first_different_turn(one, words(("a", "python"))) == first_different_turn(words(("a", "python")), one) == 2
@@ -446,7 +446,7 @@ def test_where_two_episodes_part() -> None:
     )
 
 
-def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: Path) -> None:
+def test_a_rollback_request_is_void_once_its_version_has_other_weights(tmp_path: Path) -> None:
     registry = FolderRegistry(tmp_path)
     for number in range(3):
         plain.publish(registry, number, number - 1 if number else None, b"%d" % number)
@@ -458,10 +458,10 @@ def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: 
     assert rollback.pending_request(tmp_path, registry) is None
     plain.publish(registry, 2, 1, b"other")
     assert rollback.pending_request(tmp_path, registry) is None
-    with pytest.raises(ValueError, match="is not back"):
+    with pytest.raises(ValueError, match="is not older"):
         rollback.RollbackRequest(version=2, sha256="", to=2, to_sha256="", reason="")
 
 
-def test_settings_that_do_nothing_are_refused() -> None:
+def test_settings_that_do_nothing_raise() -> None:
     with pytest.raises(UserError, match="does nothing"):
         RECIPE.but({"gate.action": "block", "gate.max_rollbacks": 3})

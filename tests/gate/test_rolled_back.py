@@ -1,4 +1,4 @@
-"""Versions that the learner takes back: the loop never serves them, and never refers to one that is gone.
+"""Retracted versions: the loop never serves them, and never refers to a deleted one.
 
 Server and channel are scripted; registry, store, tracker and the loop's own code are the real ones.
 """
@@ -38,7 +38,7 @@ RECIPE = RECIPE.model_copy(update={"rollout": RECIPE.rollout.model_copy(update={
 
 
 class RecordingChannel(ScriptedChannel):
-    """Notes what it swaps in; `during` is called in the middle of a swap."""
+    """Records its swaps; `during` is called in the middle of one."""
 
     swapped: ClassVar[list[tuple[int, str]]] = []
     during: ClassVar[Any] = None
@@ -111,7 +111,7 @@ async def close(run: Any) -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_told(tmp_path: Path) -> None:
+async def test_a_rolled_back_version_is_skipped_and_its_step_recorded(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     publish(run.registry, 1, 0, b"good")
     publish(run.registry, 2, 1, b"bad")
@@ -125,7 +125,7 @@ async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_tol
         await loop._swap_versions(run)
     assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
     assert run.registry.get(2).state is VersionState.ROLLED_BACK
-    assert run.tracker.said == [f"step 3: rolled back, and left out groups 2 (1 episodes): {limit}"]
+    assert run.tracker.said == [f"step 3: rolled back, and excluded groups 2 (1 episodes): {limit}"]
     await close(run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4], "its update and its groups still count"
@@ -138,13 +138,13 @@ async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_tol
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_serves(tmp_path: Path) -> None:
+async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     for number, weights in ((1, b"good"), (2, b"bad")):
         publish(run.registry, number, number - 1, weights)
 
     def strike(version: PolicyVersion) -> None:
-        if version.number == 2:  # in the middle of its swap, as soon as its successor is there
+        if version.number == 2:  # in the middle of its swap, as soon as its successor exists
             publish(run.registry, 3, 1, b"good")
             run.registry.set_state(2, VersionState.ROLLED_BACK)
 
@@ -156,13 +156,13 @@ async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_
     assert supervisor.version_to_serve(run.registry).number == 3
     run.registry.set_state(3, VersionState.ROLLED_BACK)
     publish(run.registry, 4, 1, b"good")
-    assert supervisor.version_to_serve(run.registry).number == 4, "what a server that dies now would be started with"
+    assert supervisor.version_to_serve(run.registry).number == 4, "the version that a restarted server would load"
     await close(run)
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("back_to", [1, 0])
-async def test_serving_goes_back_with_a_learner_whose_newest_checkpoint_was_damaged(tmp_path: Path, back_to: int) -> None:
+async def test_serving_falls_back_with_a_learner_whose_newest_checkpoint_was_damaged(tmp_path: Path, back_to: int) -> None:
     run = await opened(tmp_path)
     for number in (1, 2):
         publish(run.registry, number, number - 1, b"lost %d" % number)
@@ -209,7 +209,7 @@ HALTED = "step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"
         ),
     ],
 )
-async def test_a_learner_is_started_again_only_where_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
+async def test_a_learner_is_restarted_only_if_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
     class Learner:
         starts = 0
 
@@ -226,11 +226,11 @@ async def test_a_learner_is_started_again_only_where_that_may_help(error: Except
     run.tracker.close()
 
 
-def test_every_kind_of_setback_has_its_line(tmp_path: Path) -> None:
+def test_every_kind_of_update_failure_has_an_alert(tmp_path: Path) -> None:
     one = UpdateFailure(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
     UpdateFailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
     assert measure.step_alerts(tmp_path, 0) == [
-        "step 1: left out groups 3 (2 episodes): non_finite_score",
+        "step 1: excluded groups 3 (2 episodes): non_finite_score",
         "step 1: halted at groups 1, 2 (2 episodes): x; y",
     ]
     assert measure.step_alerts(tmp_path, 1) == []

@@ -1,6 +1,6 @@
-"""The gate beside the run: versions go on being served while one is judged on the gate's own server.
+"""The gate on its own server: versions are served while one is evaluated.
 
-The policy is scripted, and which cases a version passes is in its weights, as in test_gate.py, whose run this is. The gate's server is
+The policy is scripted as in test_gate.py, and a version's weights say which cases it passes. The gate's server is
 a double whose attempts can be held up; the real one is tested in tests/gate/test_server.py and tests/e2e/test_lora.py.
 """
 
@@ -29,7 +29,7 @@ OWN = RECIPE.but({"gate.server": "own"})
 
 
 class HeldPolicy(Player):
-    """Answers for the version that the double serves, unless that is held up."""
+    """Answers for the version that the test double serves, unless it is blocked."""
 
     async def generate(self, *arguments: Any, **named: Any) -> Any:
         while self.run.served.version in self.run.held_up:
@@ -62,7 +62,7 @@ async def beside(run_dir: Path) -> Any:
 
 
 async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Serves the versions up to `last`, doing something else meanwhile."""
+    """Serves the versions up to `last`, and does something else meanwhile."""
     run.stop_at = last
     async with asyncio.timeout(60), asyncio.TaskGroup() as parts:
         swaps = parts.create_task(loop._swap_versions(run))
@@ -72,7 +72,7 @@ async def swapped(run: Any, last: int, meanwhile: Callable[[], Awaitable[None]] 
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_versions_are_served_while_one_is_judged_up_to_the_next_that_is_due(tmp_path: Path) -> None:
+async def test_versions_are_served_during_an_evaluation_up_to_the_next_due_one(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number in range(1, 6):
         publish(run, number, number - 1, f"good {number}")
@@ -89,7 +89,7 @@ async def test_versions_are_served_while_one_is_judged_up_to_the_next_that_is_du
         run.held_up.clear()
 
     await swapped(run, 5, look)
-    assert seen == [2], "version 2 is due, and is served while version 0 is judged; version 3 waits until version 2 can be"
+    assert seen == [2], "version 2 is served while version 0 is evaluated; version 3 waits for its evaluation"
     assert run.gate_server.given == [0, 2, 4]
     assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
         (0, GateOutcome.REFERENCE),
@@ -97,12 +97,12 @@ async def test_versions_are_served_while_one_is_judged_up_to_the_next_that_is_du
         (4, GateOutcome.PROMOTED),
     ]
     assert states(run) == ["promoted", "served", "promoted", "served", "promoted", "serving"]
-    assert run.player.asked == 0, "the policy's own server was not asked"
+    assert run.player.asked == 0, "the policy's own server got no request"
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_refused_after_newer_ones_serve_is_undone_with_them(tmp_path: Path) -> None:
+async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_them(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03 c07"), 1):
         publish(run, number, number - 1, weights)
@@ -130,10 +130,10 @@ async def test_a_version_that_is_refused_after_newer_ones_serve_is_undone_with_t
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("stop", [3, 4])
-async def test_an_interrupted_run_gives_the_judgement_up_and_the_next_one_makes_it_and_what_a_verdict_left_undone(
+async def test_an_interrupted_run_abandons_the_evaluation_and_the_resumed_one_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    """Version 4 waits until version 2 has been judged: an interrupt ends that wait too."""
+    """Version 4 waits for the evaluation of version 2; an interrupt ends that wait too."""
     run, weights = await beside(tmp_path), ("good 1", "good 2", "good 3", "bad c03 c07")
     for number in range(1, stop + 1):
         publish(run, number, number - 1, weights[number - 1])
@@ -141,7 +141,7 @@ async def test_an_interrupted_run_gives_the_judgement_up_and_the_next_one_makes_
     run.held_up.add(2)
 
     def die(run: Any, version: PolicyVersion, verdict: object) -> None:
-        """Before anything follows from the verdict on version 2."""
+        """Before the consequences of the verdict on version 2."""
         run.interrupted = version.number == 2
 
     async def interrupt() -> None:
@@ -170,7 +170,7 @@ async def test_an_interrupted_run_gives_the_judgement_up_and_the_next_one_makes_
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_an_interrupt_ends_the_wait_for_the_last_judgement(tmp_path: Path) -> None:
+async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     run.recipe = OWN.but({"steps": 1})
     publish(run, 1, 0, "good 1")
@@ -191,7 +191,7 @@ async def test_an_interrupt_ends_the_wait_for_the_last_judgement(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_versions_that_a_driver_left_unjudged_are_judged_in_order_where_their_weights_are_left(tmp_path: Path) -> None:
+async def test_versions_left_without_a_verdict_are_evaluated_in_order_if_their_weights_exist(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     run.recipe = OWN.but({"gate.every": 1})
     for number in range(1, 4):
@@ -201,13 +201,13 @@ async def test_versions_that_a_driver_left_unjudged_are_judged_in_order_where_th
     await swapped(run, 3)
     assert run.gate_server.given == [0, 2, 3]
     assert [one.version for one in read_verdicts(tmp_path)] == [0, 2, 3]
-    assert any(said.startswith("version 1 is not judged: ") and "No such file" in said for said in run.tracker.said)
+    assert any(said.startswith("version 1 is not evaluated: ") and "No such file" in said for said in run.tracker.said)
     await plain.close(run)
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("error", [SwapError("the probe disagrees"), ServingError("it died 6 times")])
-async def test_a_gate_that_cannot_judge_ends_the_run(tmp_path: Path, error: Exception) -> None:
+async def test_a_gate_that_fails_ends_the_run(tmp_path: Path, error: Exception) -> None:
     run = await beside(tmp_path)
     run.gate_server.refuses = lambda version: error
     with pytest.RaisesGroup(pytest.RaisesExc(type(error), match=str(error)), flatten_subgroups=True):
@@ -216,7 +216,7 @@ async def test_a_gate_that_cannot_judge_ends_the_run(tmp_path: Path, error: Exce
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_retracted_while_it_is_judged_is_judged_again_with_its_new_weights(tmp_path: Path) -> None:
+async def test_a_version_retracted_during_its_evaluation_is_evaluated_with_its_new_weights(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "awful", "good 3"), 1):
         publish(run, number, number - 1, weights)
@@ -225,7 +225,7 @@ async def test_a_version_that_is_retracted_while_it_is_judged_is_judged_again_wi
 
     async def retract() -> None:
         await until(lambda: run.gate_server.given == [0, 2] and run.served.version == 3)
-        run.registry.reconcile(1)  # the learner went back to an older checkpoint
+        run.registry.reconcile(1)  # the learner returned to an older checkpoint
         await until(lambda: run.served.version == 1)
         publish(run, 2, 1, "good 2")
         run.held_up.clear()
@@ -242,7 +242,7 @@ async def test_a_version_that_is_retracted_while_it_is_judged_is_judged_again_wi
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_a_limit_of_the_learner_undid_is_not_taken_in(tmp_path: Path) -> None:
+async def test_a_version_rolled_back_by_the_learners_limit_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, parent, weights in ((1, 0, "good 1"), (2, 1, "awful"), (3, 1, "good 1"), (4, 3, "good 4")):
         publish(run, number, parent, weights)
@@ -255,7 +255,7 @@ async def test_a_version_that_a_limit_of_the_learner_undid_is_not_taken_in(tmp_p
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_about_to_be_undone_is_not_taken_in(tmp_path: Path) -> None:
+async def test_a_version_about_to_be_rolled_back_is_not_evaluated(tmp_path: Path) -> None:
     run = await beside(tmp_path)
     for number, weights in enumerate(("good 1", "bad c03", "bad c03", "awful"), 1):
         publish(run, number, number - 1, weights)
@@ -274,8 +274,8 @@ async def test_a_version_that_is_about_to_be_undone_is_not_taken_in(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_version_that_is_retracted_before_its_turn_is_judged_when_the_same_weights_serve_again(tmp_path: Path) -> None:
-    """The learner makes a step again from the same groups, and may come to the same weights."""
+async def test_a_version_retracted_before_its_evaluation_is_evaluated_when_it_serves_again(tmp_path: Path) -> None:
+    """The learner repeats a step with the same groups, and may get the same weights."""
     run = await beside(tmp_path)
     for number in range(1, 5):
         publish(run, number, number - 1, f"good {number}")
@@ -284,11 +284,11 @@ async def test_a_version_that_is_retracted_before_its_turn_is_judged_when_the_sa
 
     async def retract() -> None:
         await until(lambda: run.gate_server.given == [0, 2] and run.served.version == 4)
-        await asyncio.sleep(0.2)  # it waits for the judgement of version 2
+        await asyncio.sleep(0.2)  # it waits for the evaluation of version 2
         run.registry.reconcile(3)
         run.held_up.clear()
         await until(lambda: run.served.version == 3)
-        await asyncio.sleep(1.0)  # its turn has come, and there was nothing to judge
+        await asyncio.sleep(1.0)  # it was next, and there was nothing to evaluate
         publish(run, 4, 3, "good 4")
         await until(lambda: run.served.version == 4)
         publish(run, 5, 4, "good 5")

@@ -87,7 +87,7 @@ def test_words_that_cannot_be_read_end_the_episode_as_the_policys() -> None:
 
 
 @pytest.mark.parametrize(("turn", "left_out"), [(0, True), (1, False)])
-def test_a_server_that_refuses_what_the_policy_said(turn: int, left_out: bool) -> None:
+def test_a_server_that_rejects_the_policys_text(turn: int, left_out: bool) -> None:
     def script(number: int, episode: str) -> str:
         if number == turn:
             raise RequestRefused("status 400")

@@ -1,4 +1,4 @@
-"""Tools that call a backend, in a file of their own, which is imported where they are called."""
+"""Tools that call a backend. They are in their own file, because it is imported where they run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import urllib.request
 
 from agentrl.agent import tool
 
-BACKEND = {"url": ""}  # of the test's server
+BACKEND = {"url": ""}  # URL of the test's server
 
 
 @tool
 def look_up(key: str) -> str:
-    """Look a word up in the backend."""
+    """Look up a word in the backend."""
     with urllib.request.urlopen(f"{BACKEND['url']}/{key}", timeout=5) as answer:
         return str(answer.read().decode())
 
@@ -26,6 +26,6 @@ def fetch(url: str) -> str:
 
 @tool(timeout_s=1.0)
 async def compute(seconds: float) -> str:
-    """Compute for so long."""
+    """Compute for some seconds."""
     await asyncio.sleep(seconds)
     return "done"

@@ -1,4 +1,4 @@
-"""An agent with a sub-agent, made with the public protocol alone: its tool `ask` opens a trajectory with a context of its own."""
+"""An agent with sub-agents, built on the public protocol: its tool `ask` opens a trajectory with its own context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Delegating:
-    """Answers in the main trajectory; each `ask` is answered by a helper, which may ask further. Can go on in the midst of a helper."""
+    """Answers in the main trajectory; a sub-agent answers each `ask` and may ask others. Can continue within a sub-agent."""
 
     chat: ChatFormat
 
@@ -34,10 +34,10 @@ class Delegating:
         return stop_reason
 
     async def _converse(self, episode: LiveEpisode, line: LiveTrajectory) -> tuple[str, str | None]:
-        """Turns until a message without a call: the stop reason, and that message."""
+        """Runs turns until a message without a call. Returns the stop reason and that message."""
         while True:
             unanswered = line.turns and line.turns[-1].message.tool_calls and not line.turns[-1].tool_results
-            if not unanswered:  # an episode that goes on from a helper's turn is in the midst of one
+            if not unanswered:  # the episode continues within a sub-agent
                 if limit := line.limit():
                     return limit, None
                 completion = await line.sample(stop_token_ids=self.chat.stop_token_ids)
@@ -57,7 +57,7 @@ class Delegating:
         helper = begun[0] if begun else episode.open("helper", parent=parent, prompt=asked)
         if not begun:
             helper.add_prompt(self.chat.opening(asked, [ASK]))
-        if helper.stop_reason:  # it had ended when the state was captured
+        if helper.stop_reason:  # it ended before the state was captured
             return ToolResult(name=call.name, output=helper.turns[-1].message.content, ok=True)
         stop_reason, answer = await self._converse(episode, helper)
         helper.end(stop_reason)

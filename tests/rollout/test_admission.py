@@ -11,7 +11,7 @@ from tests.waiting import until
 
 
 class Crowd:
-    """Episodes that begin when they may, and end when they are told to."""
+    """Episodes that start when admitted and end on request."""
 
     def __init__(self, gate: Admission) -> None:
         self.gate = gate
@@ -30,7 +30,7 @@ class Crowd:
     async def settled(self, count: int) -> None:
         await until(lambda: len(self.begun) == count)
         await asyncio.sleep(0.02)
-        assert self.begun == list(range(count)), "in the order in which they came, and no more"
+        assert self.begun == list(range(count)), "in the order in which they arrived, and no more"
 
 
 @pytest.fixture(autouse=True)
@@ -38,26 +38,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "POLL_S", 0.001)
 
 
-async def test_episodes_begin_as_far_as_the_cache_has_room_by_what_those_in_flight_take() -> None:
+async def test_cache_use_limits_the_episodes_that_start() -> None:
     use: CacheUse | None = None
     crowd = Crowd(Admission(100, use=lambda: use, full=0.9))
     crowd.come(4)
-    await crowd.settled(4)  # nothing is known yet
+    await crowd.settled(4)  # no reading yet
     use = CacheUse(reading=1, shares=(0.3,))
     crowd.come(30)
-    await crowd.settled(4 + 8)  # 4 take 0.3, so that 8 more take 0.6
+    await crowd.settled(4 + 8)  # 4 use 0.3, so 8 more would use 0.6
     use = CacheUse(reading=2, shares=(0.45,))
-    await crowd.settled(12 + 12)  # they take less than was thought
+    await crowd.settled(12 + 12)  # they use less than estimated
     use = CacheUse(reading=3, shares=(0.95,))
     await asyncio.sleep(0.02)
     assert len(crowd.begun) == 24
     crowd.go.set()
-    await crowd.settled(34)  # once none is in flight, one may always begin
+    await crowd.settled(34)  # if none is in flight, one may always start
     await asyncio.gather(*crowd.jobs)
     assert crowd.gate.in_flight == 0
 
 
-async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_all() -> None:
+async def test_a_full_cache_delays_episodes_and_a_lost_server_does_not() -> None:
     use: CacheUse | None = CacheUse(reading=1, shares=(1.0,))
     crowd = Crowd(Admission(100, use=lambda: use, full=0.5))
     crowd.come(3)
@@ -67,7 +67,7 @@ async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_al
     use = CacheUse(reading=2, shares=(1.0,))
     crowd.come(2)
     await asyncio.sleep(0.02)
-    crowd.jobs[3].cancel()  # whoever is next and gives up leaves the others in order, and its place to them
+    crowd.jobs[3].cancel()  # a cancelled waiter keeps the order of the others
     use = CacheUse(reading=3, shares=(0.1,))
     await until(lambda: crowd.begun == [0, 1, 2, 4])
     crowd.go.set()
@@ -75,7 +75,7 @@ async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_al
     assert crowd.gate.in_flight == 0
 
 
-async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> None:
+async def test_the_number_of_episodes_is_limited_whatever_the_cache_use() -> None:
     crowd = Crowd(Admission(2, use=lambda: CacheUse(reading=0, shares=(0.0,)), full=0.9))
     crowd.come(3)
     await crowd.settled(2)
@@ -85,7 +85,7 @@ async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> No
     await asyncio.gather(*crowd.jobs, return_exceptions=True)
 
 
-async def test_a_cache_of_which_next_to_nothing_is_in_use_has_room_for_everybody() -> None:
+async def test_a_nearly_empty_cache_limits_nothing() -> None:
     crowd = Crowd(Admission(3, use=lambda: CacheUse(reading=0, shares=(5e-324,)), full=0.9))
     crowd.come(3)
     await crowd.settled(3)
@@ -93,18 +93,18 @@ async def test_a_cache_of_which_next_to_nothing_is_in_use_has_room_for_everybody
     await asyncio.gather(*crowd.jobs)
 
 
-async def test_several_caches_have_their_room_together_and_a_full_one_takes_none_from_another() -> None:
+async def test_free_shares_of_several_caches_add_up_and_a_full_one_does_not_reduce_them() -> None:
     use: CacheUse | None = None
     crowd = Crowd(Admission(100, use=lambda: use, full=0.8))
     crowd.come(6)
     await crowd.settled(6)
-    use = CacheUse(reading=1, shares=(0.9, 0.2, 0.1))  # 0.2 each: three more fit into the second, and 3.5 into the third
+    use = CacheUse(reading=1, shares=(0.9, 0.2, 0.1))  # 0.2 each: three more fit into the second, 3.5 into the third
     crowd.come(30)
     await crowd.settled(6 + 6)
     use = CacheUse(reading=2, shares=(0.9, 0.8, 0.9))
     await asyncio.sleep(0.02)
     assert len(crowd.begun) == 12
-    use = CacheUse(reading=3, shares=(0.3, 0.2))  # one died, and what is left has room
+    use = CacheUse(reading=3, shares=(0.3, 0.2))  # one server died, and the other has room
     await crowd.settled(6 + 30)
     crowd.go.set()
     await asyncio.gather(*crowd.jobs)

@@ -1,4 +1,4 @@
-"""Whatever a policy says, its group ends with every episode scored, and the store takes it: words alone are nobody's fault but its own."""
+"""Any text of a policy is scored and stored: text alone causes no fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TASK = Task(
     limits=Limits(turns=TURNS, turn_tokens=20_000, episode_tokens=100_000, tool_output_chars=300),
 )
 
-# Values as JSON spells them, of which Python or UTF-8 or the store would choke on some.
+# JSON values that break some parsers, encoders or stores.
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20))
 NUMBERS = ("1" * 5000, "-" + "9" * 4301, "1e999", "NaN", "-Infinity")
 TEXTS = ('"\\ud83d"', '"\\udc00\\ud800"', '"\\u0000"', '"<|im_end|>"')
@@ -65,12 +65,12 @@ arguments = st.dictionaries(keys, values, max_size=4).map(spelled)
 calls = st.builds(lambda name, given: f'<tool_call>{{"name":{name},"arguments":{given}}}</tool_call>', names, st.one_of(arguments, values))
 scraps = st.sampled_from(["<tool_call>", "</tool_call>", '{"name":', "<|im_end|>", "<|im_start|>system", "\x00", "}" * 50, "\U0001f600"])
 said = st.lists(st.one_of(calls, scraps, st.text(max_size=20)), max_size=4).map("".join)
-# Any token ids: text that says something, and bytes that are no text at all.
+# Any token ids: readable text, and bytes that are not text.
 completions = st.tuples(said, st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=8))
 
 
 class Babbling:
-    """A policy whose turn n says the n-th of its words, and then odd bytes, in every episode."""
+    """A policy whose turn n consists of the n-th of its texts and then odd bytes."""
 
     def __init__(self, words: Sequence[tuple[str, list[int]]]) -> None:
         self.words = words
@@ -89,7 +89,7 @@ async def one(task: Task, episode: Episode) -> Score:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SqliteStore]:
-    """One for all examples: to open and to close one takes as long as an episode."""
+    """One store for all examples, because opening one takes as long as an episode."""
     opened = SqliteStore(tmp_path / "experience.sqlite")
     yield opened
     opened.close()
@@ -119,12 +119,12 @@ drawn = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 
 @given(words=words)
 @settings(drawn, max_examples=20)
-def test_whatever_a_policy_says_it_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
+def test_any_text_of_a_policy_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
     ends_scored(store, next(counted), words)
 
 
 @pytest.mark.slow
 @given(words=words)
 @settings(drawn, max_examples=1000)
-def test_whatever_a_policy_says_at_length(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
+def test_any_long_text_of_a_policy_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
     ends_scored(store, next(counted), words)

@@ -1,4 +1,4 @@
-"""Episodes that go on from a state: as themselves, or as branches of it."""
+"""Episodes that start from a state: continued, or as branches."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class States:
 
 
 class Shelf:
-    """An `EpisodeKeeper` in memory, through the wire form of what it keeps."""
+    """In-memory checkpoints, through their serialized form."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, int], bytes] = {}
         self.scored: dict[tuple[int, int], ScoredEpisode] = {}
 
-    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+    async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         self.kept[group, member] = codec.to_json(state)
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         self.scored[group, member] = scored
 
-    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+    async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         kept = self.kept.get((group, member))
         return self.scored.get((group, member)) or (None if kept is None else codec.from_json(EpisodeState, kept))
 
@@ -67,12 +67,12 @@ def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Shelf | No
 
 
 def talkative(tokenizer: Any) -> ScriptedPolicy:
-    """Says something new at each request, so that turns can be told apart; submits in its third turn."""
+    """Returns a new text for each request, so that turns can be distinguished; submits in its third turn."""
     fresh = itertools.count()
     return ScriptedPolicy(tokenizer, lambda turn, _: f"{next(fresh)} {SUBMIT if turn == 2 else PYTHON}")
 
 
-async def test_an_episode_goes_on_exactly_where_its_state_was_captured(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_an_episode_continues_exactly_where_its_state_was_captured(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states, sandboxes = States(), ScriptedSandboxes(printing("3\n"))
     whole = await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
     state = codec.from_json(EpisodeState, codec.to_json(states.seen[1]))
@@ -85,13 +85,13 @@ async def test_an_episode_goes_on_exactly_where_its_state_was_captured(tokenizer
     (before,), (after,) = whole.trajectories, rest.trajectories
     assert after.turns[:2] == before.turns[:2] and after.inherited == () and rest.answer == "3"
     assert after.turns[2].prompt_ids == before.turns[2].prompt_ids
-    assert ran == [] and again.opened == [], "no call is made again, and the last turn needs no sandbox"
+    assert ran == [] and again.opened == [], "no call is repeated, and the last turn needs no sandbox"
     context = tuple(token for turn in before.turns[:2] for token in (*turn.prompt_ids, *turn.completion_ids))
     assert policy.prompts == [context + state.prompt_ids[0]]
     assert rest.wall_s >= state.wall_s and rest.sandbox_s >= state.sandbox_s
 
 
-async def test_the_sandbox_is_opened_from_the_snapshot_and_not_filled_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_sandbox_opens_from_the_snapshot_without_the_tasks_files(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def edit_files(code: str) -> ExecResult:
         (sandbox,) = sandboxes.opened
         sandbox.files = {"b.csv": b"made by the agent"}
@@ -104,7 +104,7 @@ async def test_the_sandbox_is_opened_from_the_snapshot_and_not_filled_again(toke
     assert [sandbox.files for sandbox in again.opened] == [{"b.csv": b"made by the agent"}]
 
 
-async def test_what_was_spent_stays_spent(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_continued_episode_keeps_its_spent_time_and_tokens(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
     late = replace(states.seen[0], wall_s=task.limits.wall_s, program_s=task.limits.wall_s)
@@ -117,7 +117,7 @@ async def test_what_was_spent_stays_spent(tokenizer: Any, task: Task, make_runne
         await make_runner(talkative(tokenizer)).run(replace(task, id="other"), episode_id="e", start=late)
 
 
-async def test_branches_inherit_what_they_did_not_sample(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_branches_inherit_turns_that_they_did_not_sample(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states, sandboxes = States(), ScriptedSandboxes(printing("3"))
     runner = make_runner(talkative(tokenizer), sandboxes)
     await runner.run(task, episode_id="stem", on_turn=states)
@@ -132,10 +132,10 @@ async def test_branches_inherit_what_they_did_not_sample(tokenizer: Any, task: T
     assert {line.inherited for line in lines} == {("stem",)}
     assert leaf.trajectories[0].inherited == ("stem", "leaf-of")
     assert leaf.completion_tokens == len(leaf.trajectories[0].turns[2].completion_ids)
-    assert len(sandboxes.opened) == 1 + 3 + 1, "each continuation has a sandbox of its own; the leaf submits and needs none"
+    assert len(sandboxes.opened) == 1 + 3 + 1, "each continuation has its own sandbox; the leaf submits and needs none"
 
 
-async def test_a_snapshot_that_is_refused_is_the_infrastructures_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_rejected_snapshot_is_an_infrastructure_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Refusing(ScriptedSandboxes):
         async def open(self, *args: Any, snapshot: bytes | None = None, **options: Any) -> Any:
             raise ValueError("not an archive")
@@ -147,7 +147,7 @@ async def test_a_snapshot_that_is_refused_is_the_infrastructures_fault(tokenizer
     assert "not an archive" in episode.failures[0].message
 
 
-async def test_a_working_directory_too_large_to_keep_stops_no_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_working_directory_too_large_to_capture_does_not_stop_the_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
     with pytest.raises(ValueError, match="at most 64 MiB"):
@@ -166,7 +166,7 @@ async def test_a_working_directory_too_large_to_keep_stops_no_episode(tokenizer:
     runner = make_runner(talkative(tokenizer), Full(printing("3")))
     group = await group_runner(runner, size=2, turn=1, branches=2, keeper=shelf).run_group(0, task)
     assert len(group.scored) == 2 and shelf.kept == {}
-    assert all(e.episode.trajectories[0].inherited == () for e in group.episodes), "nothing to branch from: attempts of their own"
+    assert all(e.episode.trajectories[0].inherited == () for e in group.episodes), "nothing to branch from, so they start from the task"
 
 
 async def test_a_group_of_stems_and_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -180,7 +180,7 @@ async def test_a_group_of_stems_and_branches(tokenizer: Any, task: Task, make_ru
     )
 
 
-async def test_a_stem_that_ends_early_leaves_its_places_to_attempts_of_their_own(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_branches_of_a_stem_that_ends_early_start_from_the_task(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = ScriptedPolicy(tokenizer, lambda turn, _: SUBMIT)
     group = await group_runner(make_runner(policy), size=4, turn=1, branches=2).run_group(0, task)
     assert len(group.scored) == 4 and len(policy.prompts) == 4
@@ -189,7 +189,7 @@ async def test_a_stem_that_ends_early_leaves_its_places_to_attempts_of_their_own
     assert [e.episode.trajectories[0].inherited for e in short.scored] == [(), ()], "after the last turn there is nothing to sample"
 
 
-async def test_a_stem_that_fails_after_the_fork_leaves_its_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_branches_survive_a_stem_that_fails_after_the_fork(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def stem_dies(turn: int, episode: str) -> str:
         if turn == 1 and episode == "g000000-0-a0":
             raise ServingError("gone")
@@ -202,7 +202,7 @@ async def test_a_stem_that_fails_after_the_fork_leaves_its_branches(tokenizer: A
 
 
 async def die_at(runner: GroupRunner, task: Task, ready: Any, *, index: int = 0) -> None:
-    """Runs a group until `ready()`, then cancels it as the death of the process would."""
+    """Runs a group until `ready()`, then cancels it, as if the process had died."""
     running = asyncio.create_task(runner.run_group(index, task))
     while not ready():
         await asyncio.sleep(0.001)
@@ -223,7 +223,7 @@ class Stalling(ScriptedPolicy):
         return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
 
-async def test_a_group_that_died_goes_on_with_the_turns_and_branches_it_had(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_killed_group_continues_with_its_turns_and_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
     shelf, first = Shelf(), Stalling(tokenizer, talkative(tokenizer).script)
     first.exempt = "g000000-3-"
     dying = group_runner(make_runner(first), size=4, keeper=shelf, turn=1, branches=2)
@@ -232,7 +232,7 @@ async def test_a_group_that_died_goes_on_with_the_turns_and_branches_it_had(toke
 
     policy = talkative(tokenizer)
     group = await group_runner(make_runner(policy), size=4, keeper=shelf, turn=1, branches=2).run_group(0, task)
-    assert len(policy.prompts) == 3, "only the last turn of the three that had not ended"
+    assert len(policy.prompts) == 3, "only the last turn of the three unfinished attempts"
     episodes = [scored.episode for scored in group.scored]
     assert [episode.trajectories[0].turns[:2] for episode in episodes[:3]] == [before[member] for member in (0, 1, 2)]
     assert [episode.trajectories[0].inherited for episode in episodes] == [(), ("g000000-0-a0",), (), ("g000000-2-a0",)]
@@ -244,27 +244,27 @@ def turns_kept(shelf: Shelf, member: int) -> tuple[Turn, ...]:
     return () if kept is None else codec.from_json(EpisodeState, kept).trajectories[0].turns
 
 
-async def test_a_stem_found_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_stem_restored_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="g000000-0-a0", on_turn=states)
     first, second = states.seen
     stem = ("g000000-0-a0",)
     for found, fork, inherited in ((first, 1, stem), (second, 1, ()), (first, 2, stem * 2), (second, 2, stem * 2)):
         shelf = Shelf()
-        await shelf.keep(0, 0, found)
+        await shelf.save_state(0, 0, found)
         group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=fork, branches=2).run_group(0, task)
         assert [e.episode.trajectories[0].inherited for e in group.scored] == [(), inherited]
 
 
 async def test_states_that_are_too_old_or_of_another_task_are_not_used(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """Staleness counts the oldest version that sampled any token, also before the crash."""
+    """Staleness counts the oldest version that sampled any token, including before the crash."""
     states = States()
     old = talkative(tokenizer)
     old.version = 3
     await make_runner(old).run(task, episode_id="g000000-0-a0", on_turn=states)
     for oldest, other, turns_sampled in ((3, task, 1), (4, task, 3), (3, replace(task, data={}), 3)):
         shelf = Shelf()
-        await shelf.keep(0, 0, states.seen[1])
+        await shelf.save_state(0, 0, states.seen[1])
         policy = talkative(tokenizer)
         policy.version = 4
         group = await group_runner(make_runner(policy), size=1, keeper=shelf).run_group(0, other, oldest_version=oldest)
@@ -282,6 +282,6 @@ async def test_a_continued_attempt_keeps_its_number_and_its_budget_of_retries(to
         raise SandboxError("gone")
 
     shelf = Shelf()
-    await shelf.keep(0, 0, states.seen[1])
+    await shelf.save_state(0, 0, states.seen[1])
     await group_runner(make_runner(ScriptedPolicy(tokenizer, failing)), size=1, retries=2, keeper=shelf).run_group(0, task)
     assert asked == ["g000000-0-a1/2", "g000000-0-a2/0"]

@@ -40,7 +40,7 @@ async def test_prompts_are_the_exact_ids_of_the_turns_before(tokenizer: Any, tas
         context += turn.completion_ids
 
 
-async def test_whoever_hosts_an_episode_hears_of_its_task_its_requests_and_its_end(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_router_gets_the_task_and_encloses_all_requests_of_an_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
     heard: list[str] = []
 
     @contextmanager
@@ -56,7 +56,7 @@ async def test_whoever_hosts_an_episode_hears_of_its_task_its_requests_and_its_e
                 raise ServingError("it died")
             return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
-    runner = replace(make_runner(Heard(tokenizer, lambda *_: PYTHON)), hosted=hosted)
+    runner = replace(make_runner(Heard(tokenizer, lambda *_: PYTHON)), router=hosted)
     episode = await runner.run(task, episode_id="x-y")
     assert episode.left_out and heard == ["begin x-y True", "x-y-0", "x-y-1", "end x-y"]
 
@@ -67,7 +67,7 @@ async def test_no_sandbox_is_opened_for_an_agent_that_never_runs_code(tokenizer:
     assert episode.answer == "3" and sandboxes.opened == []
 
 
-async def test_malformed_call_is_answered_and_the_episode_goes_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_malformed_call_is_answered_and_the_episode_continues(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = ScriptedPolicy.saying(tokenizer, "<tool_call>{</tool_call>", '<tool_call>{"name": "ls"}</tool_call>', SUBMIT)
     episode = await make_runner(policy).run(task, episode_id="e")
     outputs = [r.output for u in episode.trajectories[0].turns for r in u.tool_results]
@@ -85,7 +85,7 @@ async def test_limits_end_the_episode_without_blame(tokenizer: Any, task: Task, 
     assert (plain.trajectories[0].stop_reason, plain.answer) == ("answered", None)
 
 
-async def test_programs_that_fail_or_hang_are_shown_to_the_agent(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_agent_sees_programs_that_fail_or_hang(tokenizer: Any, task: Task, make_runner: Any) -> None:
     late = ScriptedSandboxes(lambda _: ExecResult(exit_code=None, stdout="a" * 9000, stderr="", wall_s=1.0, reason="timeout"))
     episode = await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), late).run(task, episode_id="e")
     (result,) = episode.trajectories[0].turns[0].tool_results
@@ -93,8 +93,8 @@ async def test_programs_that_fail_or_hang_are_shown_to_the_agent(tokenizer: Any,
     assert len(result.output) < 2100 and episode.failures == ()
 
 
-async def test_what_tools_show_over_a_whole_episode_is_bounded(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """60 characters a call, 100 an episode: the second call is cut to what is left, the third shows nothing."""
+async def test_tool_output_of_an_episode_is_bounded(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """60 characters per call, 100 per episode: the second call is cut to the rest, the third shows nothing."""
     limits = replace(task.limits, turns=4, tool_output_chars=60, episode_output_chars=100)
     policy = ScriptedPolicy.saying(tokenizer, PYTHON, PYTHON, "<tool_call>{</tool_call>", SUBMIT)
     sandboxes = ScriptedSandboxes(printing("a" * 30 + "b" * 30))
@@ -103,7 +103,7 @@ async def test_what_tools_show_over_a_whole_episode_is_bounded(tokenizer: Any, t
     assert first == "a" * 30 + "b" * 30
     assert second == "a" * 20 + "\n... 20 characters cut: this episode's output is used up ...\n" + "b" * 20
     assert third.startswith("... not shown, ") and "error" not in third
-    assert "not shown, 9 characters" in last and episode.answer == "3", "the answer is the agent's, and is taken all the same"
+    assert "not shown, 9 characters" in last and episode.answer == "3", "the agent's answer still counts"
 
 
 async def test_the_bound_on_an_episode_is_generous_unless_a_task_says_otherwise(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -128,7 +128,7 @@ async def test_task_faults_are_blamed_on_the_task(tokenizer: Any, task: Task, ma
     broken = [
         (replace(task, tools=("pyhton",)), None, "unknown tool 'pyhton'"),
         (replace(task, tools=("nowhere:tool",)), None, "nowhere"),
-        (replace(task, limits=Limits(episode_tokens=5)), None, "no more than 5 fit"),
+        (replace(task, limits=Limits(episode_tokens=5)), None, "prompt and answer is 5"),
         (task, NoImage(printing("")), "no such suite\n  fix: name a suite"),
         (task, NoRoom(printing("")), "no room for a.csv"),
     ]
@@ -139,7 +139,7 @@ async def test_task_faults_are_blamed_on_the_task(tokenizer: Any, task: Task, ma
         assert says in failure.message
 
 
-async def test_a_machine_without_sandboxes_is_no_fault_of_a_task(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_machine_without_sandboxes_is_not_blamed_on_the_task(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Nowhere(ScriptedSandboxes):
         async def open(self, *args: Any, **options: Any) -> Any:
             raise SandboxUnavailable("no runtime runsc")
@@ -179,14 +179,14 @@ async def test_declared_outputs_are_collected_after_the_last_action(tokenizer: A
     assert episode.outputs == {"a.csv": b"x\n1\n"} and episode.failures == () and sandboxes.opened[0].closed
 
 
-async def test_an_agent_that_ran_nothing_leaves_what_it_was_given(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_an_agent_that_ran_nothing_outputs_the_tasks_files(tokenizer: Any, task: Task, make_runner: Any) -> None:
     sandboxes = ScriptedSandboxes(printing(""))
     runner = make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT), sandboxes)
     episode = await runner.run(replace(task, outputs=("*.csv", "new.txt")), episode_id="e")
     assert episode.outputs == {"a.csv": b"x\n1\n"} and sandboxes.opened == []
 
 
-async def test_outputs_that_cannot_be_taken_are_the_agents_doing(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_outputs_that_cannot_be_collected_are_blamed_on_the_policy(tokenizer: Any, task: Task, make_runner: Any) -> None:
     runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), ScriptedSandboxes(printing("no list\n")))
     episode = await runner.run(replace(task, outputs=("a.csv", "src/*")), episode_id="e")
     (failure,) = episode.failures
@@ -194,7 +194,7 @@ async def test_outputs_that_cannot_be_taken_are_the_agents_doing(tokenizer: Any,
     assert episode.outputs == {"a.csv": b"x\n1\n"} and not episode.left_out and "src/*" in failure.message
 
 
-async def test_a_sandbox_that_dies_before_collecting_is_a_fault_of_the_machine(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_sandbox_that_dies_before_collecting_is_an_infrastructure_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
     sandboxes = ScriptedSandboxes(printing("3\n"))
 
     def script(turn: int, episode_id: str) -> str:
@@ -208,7 +208,7 @@ async def test_a_sandbox_that_dies_before_collecting_is_a_fault_of_the_machine(t
 
 
 class Acting:
-    """An agent that rests, and takes some time to end."""
+    """An agent that sleeps, and takes some time to end."""
 
     def __init__(self, rests_s: float, closes_s: float = 0.0) -> None:
         self.rests_s, self.closes_s, self.closed = rests_s, closes_s, False
@@ -222,7 +222,7 @@ class Acting:
         return "answered"
 
 
-def test_an_agent_has_all_of_its_time_and_afterwards_the_time_to_close_its_tools(tokenizer: Any, task: Task, make_runner: Any) -> None:
+def test_an_agent_has_its_full_time_plus_time_to_close_its_tools(tokenizer: Any, task: Task, make_runner: Any) -> None:
     bounded = replace(task, limits=replace(task.limits, wall_s=60.0, tool_timeout_s=10.0))
 
     def played(agent: Acting) -> Any:
@@ -250,13 +250,13 @@ def test_a_continued_episode_has_the_rest_of_its_time(tokenizer: Any, task: Task
     assert [continued(spent_s, 0.5) for spent_s in (60.0, 70.0)] == ["wall_limit", "wall_limit"]
 
 
-async def test_the_running_episode_is_given_to_its_caller(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_caller_gets_the_running_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
     begun: list[str] = []
     await make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)).run(task, episode_id="e", on_begin=lambda life: begun.append(life.id))
     assert begun == ["e"]
 
 
-async def test_an_end_for_want_of_time_with_a_bug_is_a_bug(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_bug_at_the_end_of_the_time_is_a_bug(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Failing(Acting):
         async def act(self, episode: Any) -> str:
             raise ExceptionGroup("g", [OutOfTime("no time"), KeyError("bug")])

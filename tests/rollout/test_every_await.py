@@ -1,6 +1,6 @@
-"""An exception at every await of an episode and of a group, and what becomes of it.
+"""Raises an exception at every await of an episode and of a group.
 
-The event loop's coroutines are driven by hand: at the n-th time that any of them waits for something, an exception is raised there.
+The event loop's coroutines are driven by hand: at the n-th await of any of them, an exception is raised there.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ FAULTS = (
     SystemExit(3),
     ExceptionGroup("several", [KeyError("id"), ServingError("refused")]),
 )
-NOTHING_RAISES = ("TaskGroup.__aexit__", "Semaphore.acquire")  # but a cancellation that somebody wants
+NOTHING_RAISES = ("TaskGroup.__aexit__", "Semaphore.acquire")  # except a requested cancellation
 OURS_OR_GROUP = (SandboxError, ServingError, PluginError, ExceptionGroup)
 
 
 class Awaits:
-    """Counts what the coroutines of an event loop wait for, and raises `error` in place of the `at`-th; None: cancels `main` there."""
+    """Counts the awaits of an event loop, and raises `error` at number `at`; None cancels `main` there."""
 
     def __init__(self, at: int = -1, error: BaseException | None = None) -> None:
         self.at, self.error = at, error
         self.count = 0
-        self.where: list[str] = []  # functions from the task's own to the innermost, where it was raised
+        self.where: list[str] = []  # call stack of the task, outermost first, where the error was raised
         self.main: asyncio.Task[Any] | None = None
 
     def task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(self._driven(coroutine), loop=loop, **options)
-        task.add_done_callback(lambda _: coroutine.close())  # one that was cancelled before it began
+        task.add_done_callback(lambda _: coroutine.close())  # cancelled before it started
         return task
 
     async def _driven(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await _Driven(self, coroutine)
 
     def waiting(self, coroutine: Any) -> BaseException | None:
-        """Told of everything that is waited for; what is to be raised there instead."""
+        """Called at every await. Returns the exception to raise there, if any."""
         self.count += 1
         if self.count - 1 != self.at:
             return None
@@ -91,7 +91,7 @@ class _Driven:
             error = self.awaits.waiting(self.coroutine)
             if error is not None:
                 if future is not None:
-                    future._asyncio_future_blocking = False  # as a task does that takes it
+                    future._asyncio_future_blocking = False  # like a task that catches it
                 continue
             try:
                 yield future
@@ -100,7 +100,7 @@ class _Driven:
 
 
 def functions(coroutine: Any) -> list[str]:
-    """Names of the functions that wait for one another, from the outermost on; inside a call of user code too."""
+    """Names of the awaiting functions, outermost first, also within user code."""
     found = []
     while coroutine is not None:
         name = getattr(coroutine, "__qualname__", None)
@@ -108,7 +108,7 @@ def functions(coroutine: Any) -> list[str]:
             break
         found.append(name)
         frame = getattr(coroutine, "gi_frame", None)
-        if frame is not None and "running" in frame.f_locals:  # agentrl.base.user_code drives by hand, too
+        if frame is not None and "running" in frame.f_locals:  # agentrl.base.user_code also drives coroutines by hand
             coroutine = frame.f_locals["running"]
         else:
             coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
@@ -117,7 +117,7 @@ def functions(coroutine: Any) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def driven(awaits: Awaits, work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
-    """`work` as a task of a loop whose tasks are all driven; afterwards none of them is left."""
+    """Runs `work` in a loop whose tasks are all driven. Checks that no task is left."""
     loop = asyncio.get_running_loop()
     loop.set_task_factory(awaits.task)  # type: ignore[arg-type]
     try:
@@ -135,7 +135,7 @@ async def pause() -> None:
 
 
 class Box(ScriptedSandbox):
-    """A sandbox that waits before and after each operation; closing is counted."""
+    """A sandbox that awaits before and after each operation, and counts closings."""
 
     closings = 0
 
@@ -180,7 +180,7 @@ class Waiting(ScriptedPolicy):
 
 
 class Look:
-    """A tool of a user's own, on the host or with the sandbox."""
+    """A user-supplied tool, on the host or in the sandbox."""
 
     def __init__(self, name: str, needs_sandbox: bool) -> None:
         self.name, self.needs_sandbox = name, needs_sandbox
@@ -198,7 +198,7 @@ look, look_inside = Look("look", False), Look("look_inside", True)
 
 
 class Notes:
-    """Tools of a user's own that keep something."""
+    """User-supplied tools with state."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -228,19 +228,19 @@ async def judge(task: Task, episode: Episode) -> Score:
 
 
 class Shelf:
-    """An `EpisodeKeeper` in memory that waits."""
+    """In-memory checkpoints that await."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, int], EpisodeState] = {}
 
-    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+    async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         await pause()
         self.kept[group, member] = state
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         await pause()
 
-    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+    async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         await pause()
         return None
 
@@ -254,7 +254,7 @@ SAID = (
 
 
 class Scene:
-    """Everything around one episode or group, and what must hold of it however it ends."""
+    """The parts around one episode or group, and the invariants at its end."""
 
     def __init__(self, tokenizer: Any, task: Task, *, size: int = 1, branches: int = 0) -> None:
         tools = ("python", f"{__file__}:look", f"{__file__}:look_inside", f"{__file__}:Notes", "submit")
@@ -283,7 +283,7 @@ class Scene:
 
     def check(self, awaits: Awaits) -> None:
         closings = Counter(box.closings for box in self.sandboxes.opened)  # type: ignore[attr-defined]
-        assert set(closings) <= {1}, f"sandboxes closed so many times: {closings} ({awaits.where})"
+        assert set(closings) <= {1}, f"closings of sandboxes: {closings} ({awaits.where})"
         assert self.slots._value == 2 and not self.slots.locked(), awaits.where
 
 
@@ -292,35 +292,35 @@ UNANSWERED = (SandboxError, ServingError, ExceptionGroup, TimeoutError)
 
 
 def expected(awaits: Awaits) -> str:
-    """What an exception raised there is to become: of the tool, judged; of nobody who matters; else a fault that leaves out."""
+    """What an exception there must become: scored if the tool raised it, without effect, or else an excluding fault."""
     where, error = awaits.where, awaits.error
     if where[-1] in NOTHING_RAISES:
         return "nothing"
-    if isinstance(error, ValueError) and "Box.snapshot" in where:  # nothing to go on from
+    if isinstance(error, ValueError) and "Box.snapshot" in where:  # no state to continue from
         return "nothing"
-    if isinstance(error, ValueError) and "Box.read" in where and "_collect" in where:  # an output that cannot be taken is the agent's
+    if isinstance(error, ValueError) and "Box.read" in where and "_collect" in where:  # blamed on the policy
         return "tool"
     ours = isinstance(error, OURS_OR_GROUP)
-    if {"Kept.state", "Kept.close", "Notes.state", "Notes.close"} & set(where):  # it is not captured, or over
+    if {"ToolInstance.state", "ToolInstance.close", "Notes.state", "Notes.close"} & set(where):  # not captured, or finished
         return "nothing"
-    if "Shelf.keep" in where or "Shelf.finish" in where or "Shelf.find" in where or "Box.close" in where:
+    if "Shelf.save_state" in where or "Shelf.save_scored" in where or "Shelf.load" in where or "Box.close" in where:
         return "nothing"
-    if "_judge_once" in " ".join(where) or "judge" in where:  # what is not the infrastructure's is asked again
+    if "_judge_once" in " ".join(where) or "judge" in where:  # only infrastructure faults are retried
         return "unscored" if isinstance(error, UNANSWERED) else "nothing"
-    in_tool = "call_tool" in " ".join(where) or ("_caught" in where and "TurnLoop.act" not in where)  # which is called so, too
+    in_tool = "call_tool" in " ".join(where) or ("_caught" in where and "TurnLoop.act" not in where)  # which has the same name
     if in_tool and isinstance(error, TimeoutError) and not any(name.startswith("Box.") for name in where):
-        return "fault"  # what the tool waits for did not answer
+        return "fault"  # the tool's await did not answer
     if in_tool and not ours and (isinstance(error, ARGUMENT_FAULTS) or not any(name.startswith("Box.") for name in where)):
         return "tool"
     return "fault"
 
 
 def look_at(scored: ScoredEpisode, awaits: Awaits) -> str:
-    """What it has become. Typed and consistent, or this fails."""
+    """Returns what the exception became. Fails unless it is typed and consistent."""
     episode, score = scored.episode, scored.score
     assert codec.from_json(ScoredEpisode, codec.to_json(scored)) == scored
     foreign = [failure for failure in episode.failures if failure.blame is not Blame.POLICY]
-    assert (score.value is None) == bool(foreign or score.reason), "a fault has no score, and what has none says why"
+    assert (score.value is None) == bool(foreign or score.reason), "a fault has no score but a reason"
     if foreign:
         assert episode.left_out and foreign[-1].kind and foreign[-1].stage
         return "fault"
@@ -331,7 +331,7 @@ def look_at(scored: ScoredEpisode, awaits: Awaits) -> str:
 
 
 async def waits(scene: Scene, work: Coroutine[Any, Any, Any]) -> tuple[int, Any]:
-    """How often the undisturbed work waits, and what it gives."""
+    """The number of awaits and the result without an exception."""
     awaits = Awaits()
     async with driven(awaits, work) as main:
         given = await main
@@ -340,7 +340,7 @@ async def waits(scene: Scene, work: Coroutine[Any, Any, Any]) -> tuple[int, Any]
 
 
 def fresh(error: BaseException) -> BaseException:
-    """The same without the traceback that it got when it was raised."""
+    """The same error without its traceback."""
     return type(error)(*error.args)
 
 
@@ -348,7 +348,7 @@ each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(err
 
 
 @each_fault
-async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any, task: Task, error: BaseException) -> None:
+async def test_an_exception_at_any_await_of_an_episode_becomes_a_typed_failure(tokenizer: Any, task: Task, error: BaseException) -> None:
     count, sound = await waits(scene := Scene(tokenizer, task), scene.groups.run_group(0, scene.task))
     assert sound.scored[0].episode.outputs and count > 25
     seen = Counter[str]()
@@ -373,7 +373,7 @@ async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any
 @pytest.mark.slow
 @each_fault
 async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: Any, task: Task, error: BaseException) -> None:
-    """Two stems and two branches. A member that cannot go on from its stem's state begins afresh; only a broken task takes all out."""
+    """Two stems and two branches. A member without its stem's state starts from the task; only a broken task excludes all."""
     count, sound = await waits(scene := Scene(tokenizer, task, size=4, branches=2), scene.groups.run_group(0, scene.task))
     assert len(sound.scored) == 4 and count > 90
     for at in range(count):
@@ -386,12 +386,12 @@ async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: 
             assert isinstance(error, PluginError) and became == ["fault"] * 4
         else:
             assert became.count("nothing") >= 3, f"at {at}: {' > '.join(awaits.where)}: {became}"
-            # A stem's boundary is told to branches: what is raised there may be the wait of another member.
+            # A stem's boundary resumes branches, so the exception may be raised in another member.
             assert expected(awaits) in became, f"at {at}: {' > '.join(awaits.where)}: {became}"
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.slow)])
-async def test_a_cancellation_at_any_await_leaves_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
+async def test_a_cancellation_at_any_await_propagates_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
     branches = 2 if size > 1 else 0
     count, _ = await waits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.run_group(0, scene.task))
     for at in range(count):

@@ -1,8 +1,8 @@
-"""A policy that is trained gains nothing by provoking its own exclusion: what it can provoke is scored like an honest failure.
+"""A policy gains nothing by provoking its own exclusion: provoked faults are scored like honest failures.
 
-Policies have three arms: they solve the task, fail honestly, or provoke something. Their groups are played, scored and turned into
-advantages by the real parts. What an arm gains is the mean advantage of the attempts in which it was drawn; an attempt that was excluded
-gains 0, which is more than an honest failure in a group with a success.
+Policies have three arms: they solve the task, fail honestly, or provoke a fault. Their groups are run, scored and turned into
+advantages by the real parts. The gain of an arm is the mean advantage of the attempts in which it was drawn; an excluded attempt
+gains 0, which exceeds an honest failure in a group with a success.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def look_for(text: str) -> str:
 
 
 class LookUp:
-    """A tool whose backend fails at one key, as a service that has a bug does."""
+    """A tool whose backend fails for one key, like a service with a bug."""
 
     name, needs_sandbox = "look_up", False
     schema = function_schema("look_up", "Looks a key up.", "text", "the key")
@@ -88,7 +88,7 @@ class Scripted(Transport):
     def __init__(self, way: str) -> None:
         self.way = way
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         await asyncio.sleep(0.1)
         asked = json.loads(messages[-1])
         answers: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ OFFER = {"name": "look_up", "description": "Looks a key up.", "inputSchema": par
 
 
 class ScriptedServer(Server):
-    def place(self) -> Transport:
+    def transport(self) -> Transport:
         return Scripted(self.name)
 
 
@@ -122,7 +122,7 @@ def run_tools(way: str) -> RunTools:
 
 
 class Bandit(ScriptedPolicy):
-    """Draws an arm for each attempt, and plays it."""
+    """Draws an arm for each attempt and plays it."""
 
     def __init__(self, way: str, seed: int) -> None:
         super().__init__(TOKENIZER, self._turn)
@@ -211,7 +211,7 @@ async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
 
 
 def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
-    """Mean advantage of every attempt that an arm made, retried and excluded ones included."""
+    """Mean advantage of all attempts of an arm, including retried and excluded ones."""
     found = defaultdict[str, list[float]](list)
     trained: set[str] = set()
     for group, advantages in zip(groups, batch_advantages(groups, ObjectiveConfig(), min_group_size=2), strict=True):
@@ -225,7 +225,7 @@ def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_provoking_pays_no_more_than_failing(way: str) -> None:
+def test_provoking_an_exclusion_scores_no_higher_than_failing(way: str) -> None:
     groups, policy = run_virtually(played(way, seed=WAYS.index(way)))
     excluded = [one for group in groups for one in group.episodes if one.score.value is None]
     assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
@@ -236,12 +236,12 @@ def test_provoking_pays_no_more_than_failing(way: str) -> None:
     assert retried <= (provoking // 4 if way in TOOLS else 1), f"{retried} attempts were retried"
     gained = gains(groups, policy.arms)
     assert gained["solve"] > 0 > gained["fail"]
-    # Arms fall into groups by chance, so that even two equal arms differ a little; 0, what exclusion gives, is far away.
+    # Arms are drawn at random, so even equal arms differ a little; 0, the gain of exclusion, is far away.
     assert gained["provoke"] < 0.5 * gained["fail"], gained
 
 
-def test_the_measure_sees_a_way_out() -> None:
-    """With faults that exclude, provoking pays more than failing: the test above would fail."""
+def test_the_measure_detects_a_provoked_exclusion() -> None:
+    """With faults that exclude, provoking gains more than failing, so the test above would fail."""
 
     class Excluding(Bandit):
         async def generate(self, prompt_ids: Any, params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:

@@ -1,11 +1,11 @@
-"""Planted faults: every part of an episode x every kind of failure, and whose doing each is.
+"""Planted faults: every part of an episode x every kind of failure, with the expected blame.
 
-Each cell plays one episode whose parts are scripted, on an event loop without real time. The outcomes are:
+Each cell runs one scripted episode on an event loop without real time. The outcomes are:
 
-    .  nothing: scored as if the fault had not been there
-    P  the policy's: scored, and not with the full score, or with a failure on record
-    M  the machine's: no score, and retried or left out
-    T  the task's: its group is left out
+    .  none: scored as if there were no fault
+    P  policy: scored, but without the full score or with a recorded failure
+    M  infrastructure: no score, and retried or excluded
+    T  task: its group is excluded
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def cells(table: str = TABLE) -> list[tuple[str, str, str]]:
 
 @dataclass
 class Plant:
-    """Raises one failure at one part."""
+    """Raises one failure in one part."""
 
     part: str
     kind: str
@@ -175,7 +175,7 @@ class Boxes(ScriptedSandboxes):
         try:
             async with asyncio.timeout(timeout_s):
                 await self.plant.wait("open")
-        except TimeoutError as error:  # as backends do
+        except TimeoutError as error:  # like real backends
             raise SandboxTimeout("not opened in time") from error
         plain = await super().open(spec, files=files, snapshot=snapshot, timeout_s=timeout_s)
         box = self.opened[-1] = Box(plain.id, printing("3"), plain.files)
@@ -197,7 +197,7 @@ class Policy(ScriptedPolicy):
 
 
 class PlantedTool:
-    """A tool of a user's own, on the host or with the sandbox."""
+    """A user-supplied tool, on the host or in the sandbox."""
 
     def __init__(self, name: str, needs_sandbox: bool) -> None:
         self.name, self.needs_sandbox = name, needs_sandbox
@@ -227,18 +227,18 @@ async def compare(task: Task, episodes: Sequence[Episode]) -> list[Score]:
 
 
 class Shelf:
-    """An `EpisodeKeeper` that keeps nothing."""
+    """Checkpoints that store nothing."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant = plant
 
-    async def keep(self, group: int, member: int, state: Any) -> None:
+    async def save_state(self, group: int, member: int, state: Any) -> None:
         await self.plant.at("keep")
 
-    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+    async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         await self.plant.at("keep")
 
-    async def find(self, group: int, member: int) -> None:
+    async def load(self, group: int, member: int) -> None:
         await self.plant.at("keep")
 
 
@@ -297,7 +297,7 @@ async def played(plant: Plant) -> ScoredEpisode:
         max_retries=0,
         checkpoints=Shelf(plant),
     )
-    async with asyncio.timeout(2000):  # whatever hangs
+    async with asyncio.timeout(2000):  # for parts that hang
         group = await groups.run_group(0, TASK)
     one, *_ = group.episodes
     return one
@@ -331,13 +331,13 @@ LOOK = {"name": "look", "description": "Looks.", "inputSchema": {"type": "object
 
 
 class MCPPlace(Transport):
-    """An MCP server outside that fails at its start, or from its first or second call on; one that lost its session does so once."""
+    """An external MCP server that fails at its start, or from its first or second call on; a lost session fails once."""
 
     def __init__(self, part: str, kind: str) -> None:
         self.part, self.kind = part, kind
         self.calls = 0
 
-    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+    async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         asked = json.loads(messages[-1])
         at = "start"
         if asked["method"] == "tools/call":
@@ -365,7 +365,7 @@ class MCPPlace(Transport):
 
 
 class MCPServer(Server):
-    def place(self) -> Transport:
+    def transport(self) -> Transport:
         return MCPPlace(*self.name.split("/"))
 
 
@@ -394,13 +394,13 @@ def test_every_fault_of_an_mcp_server_has_the_right_blame(part: str, kind: str, 
     assert became(one) == expected, f"{one.episode.failures} {one.score}"
 
 
-def test_without_a_fault_nothing_is_wrong() -> None:
+def test_an_episode_without_a_fault_has_no_failure() -> None:
     PLANTED.append(Plant("nowhere", "bug"))
     assert became(run_virtually(played(PLANTED[-1]))) == "."
 
 
 def test_infrastructure_errors_keep_their_kind() -> None:
-    """Every error of the infrastructure in the table is one by its class, so that one in no row is treated alike."""
+    """Every infrastructure error in the table is one by its class, so errors in no row are treated alike."""
     for kind in ("sandbox", "late", "server", "died", "refused", "judge", "learner", "store", "tool"):
         make = FAILURES[kind]
         assert make is not None and isinstance(make(), InfrastructureError)

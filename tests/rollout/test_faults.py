@@ -11,7 +11,7 @@ from agentrl.rollout.faults import failure_from_error, infrastructure_fault, tas
 
 
 class Unreachable(InfrastructureError):
-    """Of neither the sandboxes nor the server."""
+    """A fault of neither sandboxes nor server."""
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ class Unreachable(InfrastructureError):
         (ExceptionGroup("g", [ServingError("x"), TaskError("y")]), "task", Blame.TASK, "TaskError"),
     ],
 )
-def test_who_is_to_blame(error: Exception, stage: str, blame: Blame, kind: str) -> None:
+def test_exception_types_decide_the_blame(error: Exception, stage: str, blame: Blame, kind: str) -> None:
     failure = failure_from_error(error, stage="tool", turn=3)
     assert (failure.stage, failure.blame, failure.kind, failure.turn) == (stage, blame, kind, 3)
     assert failure.retryable == (blame is Blame.INFRASTRUCTURE)
@@ -48,5 +48,5 @@ def test_names_and_texts_are_cut() -> None:
     kind = type("K" * 100, (Exception,), {})
     failure = task_fault(kind("x" * 5000))
     assert failure.kind == "K" * 64 and len(failure.message) == 2000 and failure.message.startswith("KKK")
-    assert task_fault(UserError("a\nb", fix="c")).message == "a\nb\n  fix: c", "its lines are kept"
+    assert task_fault(UserError("a\nb", fix="c")).message == "a\nb\n  fix: c", "its line breaks are kept"
     assert infrastructure_fault("tool", "k", "m").turn is None

@@ -26,7 +26,7 @@ def group_runner(runner: Any, *, retries: int, size: int = 4) -> GroupRunner:
     return GroupRunner(runner=runner, scorer=one, slots=asyncio.Semaphore(2), group_size=size, max_retries=retries)
 
 
-async def test_a_fault_is_retried_and_then_forgotten(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_fault_is_retried_and_then_not_recorded(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def fails_first(turn: int, episode: str) -> str:
         if episode.endswith("-a0"):
             raise ServingError("busy")
@@ -37,7 +37,7 @@ async def test_a_fault_is_retried_and_then_forgotten(tokenizer: Any, task: Task,
     assert {e.episode.attempt for e in group.episodes} == {1}
 
 
-async def test_a_fault_that_stays_is_left_out_and_never_scored_zero(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_permanent_fault_is_excluded_and_never_scored_zero(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def one_member_is_cursed(turn: int, episode: str) -> str:
         if "-2-" in episode:
             raise ServingError("no route")
@@ -49,8 +49,8 @@ async def test_a_fault_that_stays_is_left_out_and_never_scored_zero(tokenizer: A
     assert cursed.score.value is None and "no route" in cursed.score.reason
 
 
-async def test_a_broken_task_takes_its_whole_group_out_at_once(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """One attempt finds that the image cannot be made; the others, which ran no code or wait, are left out with it and not retried."""
+async def test_a_broken_task_excludes_its_whole_group_at_once(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """One attempt finds that the image cannot be built; the others, idle or waiting, are excluded without retries."""
 
     class NoImage(ScriptedSandboxes):
         async def open(self, *args: Any, **options: Any) -> Any:
@@ -70,7 +70,7 @@ async def test_a_broken_task_takes_its_whole_group_out_at_once(tokenizer: Any, t
 
 
 async def test_a_verifier_that_does_not_exist_is_the_tasks_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    runner = replace(group_runner(make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)), retries=3), score=TaskScorer())
+    runner = replace(group_runner(make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)), retries=3), scorer=TaskScorer())
     group = await runner.run_group(0, replace(task, verifiers=("rewards.gone:score",)))
     assert group.fault is not None and "rewards.gone" in group.fault.message
     alone = await runner.run_episode(replace(task, verifiers=("rewards.gone:score",)), name="evaluation")
@@ -90,7 +90,7 @@ async def test_a_bug_costs_one_episode_and_its_traceback_is_logged_once(tokenize
     (failure,) = group.episodes[1].episode.failures
     assert (failure.stage, failure.blame, failure.kind, failure.retryable) == ("generate", Blame.INFRASTRUCTURE, "ZeroDivisionError", True)
     assert "of our own making" in failure.message and group.episodes[1].episode.attempt == 1
-    assert sorted(str(one and one.kind) for one in told) == ["None"] * 3 + ["ZeroDivisionError"] * 2, "attempts are told, retried or not"
+    assert sorted(str(one and one.kind) for one in told) == ["None"] * 3 + ["ZeroDivisionError"] * 2, "the listener gets every attempt"
     assert caplog.text.count("Traceback") == 1 and "in defect" in caplog.text
 
 
@@ -103,8 +103,8 @@ async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, ma
             nonlocal running, peak
             running += 1
             peak = max(peak, running)
-            await two.wait()  # with one slot, for ever
-            for _ in range(20):  # so that whatever else may run does
+            await two.wait()  # with one slot, it would wait for ever
+            for _ in range(20):  # lets other tasks run
                 await asyncio.sleep(0)
             running -= 1
             return await super().generate(*args, **kwargs)
@@ -114,22 +114,22 @@ async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, ma
 
 
 class Together:
-    """Judges groups: the value of an attempt is its place."""
+    """Judges groups: the value of an attempt is its index."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.asked = fails, 0
 
-    async def first(self, task: Task, episode: Episode) -> Score:
+    async def score_attempt(self, task: Task, episode: Episode) -> Score:
         return Score(value=None, reason=AWAITING_GROUP_JUDGE)
 
-    async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> list[Score]:
+    async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> list[Score]:
         self.asked += 1
         if self.fails:
             raise RuntimeError("a bug")
         return [one.score if one.episode.left_out else Score(value=float(place)) for place, one in enumerate(scored)]
 
 
-async def test_a_group_is_judged_when_all_of_it_is_done(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_group_is_judged_after_all_attempts_have_ended(tokenizer: Any, task: Task, make_runner: Any) -> None:
     def one_member_is_cursed(turn: int, episode: str) -> str:
         if "-2-" in episode:
             raise ServingError("no route")
@@ -137,29 +137,29 @@ async def test_a_group_is_judged_when_all_of_it_is_done(tokenizer: Any, task: Ta
 
     told: list[Failure | None] = []
     plain = group_runner(make_runner(ScriptedPolicy(tokenizer, one_member_is_cursed)), retries=0)
-    runner = replace(plain, together=Together(), on_attempt=told.append)
+    runner = replace(plain, group_scoring=Together(), on_attempt=told.append)
     group = await runner.run_group(7, task)
     assert [one.score.value for one in group.episodes] == [0.0, 1.0, None, 3.0] and "no route" in group.episodes[2].score.reason
-    assert [failure is None for failure in told] == [False, True, True, True], "each attempt is told of once, with its judge's score"
-    assert (await runner.run_episode(task, name="alone")).score.value == 1.0, "an evaluation is the verifiers' business"
+    assert [failure is None for failure in told] == [False, True, True, True], "the listener gets each attempt once, with its judge's score"
+    assert (await runner.run_episode(task, name="alone")).score.value == 1.0, "evaluations use the verifiers"
     told.clear()
-    failed = await replace(runner, together=Together(fails=True)).run_group(7, task)
+    failed = await replace(runner, group_scoring=Together(fails=True)).run_group(7, task)
     assert failed.scored == () and all("a bug" in one.score.reason for one in failed.episodes if not one.episode.left_out)
     assert len(told) == 4 and None not in told
 
 
-async def test_a_group_goes_on_where_its_driver_died_before_it_was_judged(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """The attempts are there, so none is made again; they are judged together, as they would have been."""
+async def test_a_group_whose_driver_died_before_judging_is_judged_on_resume(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """The attempts are stored, so none is repeated; they are judged together as before."""
 
     class Keeper:
         kept: ClassVar[dict[int, ScoredEpisode]] = {}
 
-        async def keep(self, group: int, member: int, state: Any) -> None: ...
+        async def save_state(self, group: int, member: int, state: Any) -> None: ...
 
-        async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
             self.kept[member] = scored
 
-        async def find(self, group: int, member: int) -> ScoredEpisode | None:
+        async def load(self, group: int, member: int) -> ScoredEpisode | None:
             return self.kept.get(member)
 
     turns: list[str] = []
@@ -169,9 +169,9 @@ async def test_a_group_goes_on_where_its_driver_died_before_it_was_judged(tokeni
         return SUBMIT
 
     judge, keeper = Together(), Keeper()
-    runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, counts)), retries=0), together=judge, keeper=keeper)
+    runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, counts)), retries=0), group_scoring=judge, checkpoints=keeper)
     group = await runner.run_group(7, task)
     assert all(one.score.reason == AWAITING_GROUP_JUDGE for one in keeper.kept.values()) and len(turns) == 4
     assert await runner.run_group(7, task) == group and len(turns) == 4 and judge.asked == 2
-    alone = await replace(runner, together=None).run_group(7, task)
-    assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was taken out of the recipe meanwhile"
+    alone = await replace(runner, group_scoring=None).run_group(7, task)
+    assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was removed from the recipe in the meantime"

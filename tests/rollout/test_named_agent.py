@@ -1,4 +1,4 @@
-"""Somebody's agent, named in a recipe: what the docs show acts in an episode, and what cannot act is refused."""
+"""User-supplied agents: the documented one runs in an episode, and invalid ones fail."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
-async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, tokenizer: Any, tmp_path: Path) -> None:
-    """The one of the docs: it asks once, and shows the model no tools."""
+async def test_a_user_supplied_agent_runs_the_episodes(task: Task, tokenizer: Any, tmp_path: Path) -> None:
+    """The documented agent: one turn without tools."""
     (code,) = re.findall(r"```python\n(# parts/agent\.py\n.*?)^```", (ROOT / "docs" / "parts.md").read_text(), re.MULTILINE | re.DOTALL)
     policy = ScriptedPolicy.saying(tokenizer, "3")
     (tmp_path / "agent.py").write_text(code)
@@ -50,14 +50,14 @@ async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, t
     assert "submit" not in asked and "How many?" in asked
 
 
-def test_an_agent_that_cannot_act_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_an_invalid_agent_fails_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("class Part:\n    def __init__(self, *, chat): ...\n    def act(self, episode): ...\n")
     with pytest.raises(PluginError, match=r"rollout\.agent .* act is not async, and will be awaited"):
         check_parts(BASE.but({"rollout.agent": f"{tmp_path}/agent.py:Part"}))
 
 
 class Stubborn:
-    """Goes on whatever happens, as a bare `except:` in a loop does."""
+    """Continues whatever happens, like a bare `except:` in a loop."""
 
     def __init__(self) -> None:
         self.over = False
@@ -85,9 +85,9 @@ class Closing:
         raise GeneratorExit
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object Stubborn.act")  # it does not let itself be closed either
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object Stubborn.act")  # it also ignores closing
 @pytest.mark.parametrize(("agent", "kind"), [(Stubborn(), "wall_limit"), (Leaving(), "CodeExited"), (Closing(), "RuntimeError")])
-async def test_whatever_an_agent_does_its_episode_ends(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
+async def test_the_episode_of_any_agent_ends(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
     runner = EpisodeRunner(
         agent=agent,
         policy=ScriptedPolicy.saying(tokenizer, "3"),
@@ -99,4 +99,4 @@ async def test_whatever_an_agent_does_its_episode_ends(agent: Agent, kind: str, 
     short = replace(task, limits=replace(task.limits, wall_s=0.2, tool_timeout_s=0.1))
     episode = await runner.run(short, episode_id="e")
     assert [failure.kind for failure in episode.failures] == [kind]
-    assert not getattr(agent, "over", False), "it was waited for to the end"
+    assert not getattr(agent, "over", False), "it was awaited to the end"

@@ -1,4 +1,4 @@
-"""Whose doing it is that an episode ran out of time, over the tokens sampled, the time, and the speed of the server."""
+"""The blame for an episode that ran out of time, by sampled tokens, time and speed of the server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def runner_of(policy: PacedPolicy, *, request_timeout_s: float = 120.0) -> Episo
 def played(
     policy: PacedPolicy, *names: str, before: Sequence[str] = (), task: Task = TASK, at: float = 0.0, request_timeout_s: float = 120.0
 ) -> list[Episode]:
-    """Episodes side by side, after others one by one, from a given time on."""
+    """Concurrent episodes, after sequential ones, from a given time on."""
 
     async def play() -> list[Episode]:
         runner = runner_of(policy, request_timeout_s=request_timeout_s)
@@ -64,7 +64,7 @@ def wants(babble: int = ENDLESS, sound: int = 50) -> Callable[[str, int], int]:
 
 
 def has_every_token(policy: PacedPolicy, episode: Episode) -> bool:
-    """Whether the record holds what was sampled, token by token."""
+    """Whether the record contains exactly the sampled tokens."""
     (line,) = episode.trajectories
     turns = {f"{episode.id}-{number}": len(turn.completion_ids) for number, turn in enumerate(line.turns)}
     return turns == {name: count for name, count in policy.sampled.items() if name.rpartition("-")[0] == episode.id and count}
@@ -72,7 +72,7 @@ def has_every_token(policy: PacedPolicy, episode: Episode) -> bool:
 
 @given(speed=st.floats(1.5, 100.0), history=st.booleans(), timeout_s=st.sampled_from([20.0, 120.0, 1000.0]))
 @settings(deadline=None, max_examples=25)
-def test_a_policy_that_samples_without_end_on_a_sound_server_is_scored(speed: float, history: bool, timeout_s: float) -> None:
+def test_endless_sampling_on_a_sound_server_is_scored(speed: float, history: bool, timeout_s: float) -> None:
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed)
     sound = ["sound"] if history else []
     (episode,) = played(policy, "babble", before=sound, request_timeout_s=timeout_s)
@@ -85,7 +85,7 @@ def test_a_policy_that_samples_without_end_on_a_sound_server_is_scored(speed: fl
 @given(speed=st.floats(2.0, 100.0), stalls=st.floats(0.0, 95.0), wanted=st.sampled_from([ENDLESS, 400, 40]))
 @settings(deadline=None, max_examples=40)
 def test_a_server_that_stalls_never_costs_a_score(speed: float, stalls: float, wanted: int) -> None:
-    """It stalls until the end. An episode that was done before is scored, and any other is the machine's."""
+    """It stalls until the end. Earlier episodes are scored, all others are infrastructure faults."""
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(wanted), speed=lambda now, in_flight: speed * (now < begins + stalls))
     (episode,) = played(policy, "babble", before=["sound"], at=begins)
@@ -112,7 +112,7 @@ def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stal
 
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(2.6, 50.0))
 @settings(deadline=None, max_examples=25)
-def test_a_server_much_slower_than_usual_is_the_machines(speed: float, slower: float) -> None:
+def test_a_server_much_slower_than_usual_is_an_infrastructure_fault(speed: float, slower: float) -> None:
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
     (episode,) = played(policy, "babble", before=[f"babble-before{n}" for n in range(3)], at=begins)
@@ -121,7 +121,7 @@ def test_a_server_much_slower_than_usual_is_the_machines(speed: float, slower: f
 
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(0.2, 1.9))
 @settings(deadline=None, max_examples=25)
-def test_a_server_about_as_fast_as_usual_is_not(speed: float, slower: float) -> None:
+def test_a_server_about_as_fast_as_usual_is_not_a_fault(speed: float, slower: float) -> None:
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
     (episode,) = played(policy, "babble", before=[f"babble-before{n}" for n in range(3)], at=begins)
@@ -140,14 +140,14 @@ def test_policies_that_share_a_server_do_not_make_it_slow(at_once: int, capacity
 
 @pytest.mark.parametrize("wanted", [1, 3, 30])
 def test_many_short_turns_are_not_a_slow_server(wanted: int) -> None:
-    """Requests with a delay of their own before the first token: short ones are compared with short ones."""
+    """Requests with a delay before the first token: short ones are compared with short ones."""
     policy = PacedPolicy(TOKENIZER, wants=wants(sound=wanted), speed=lambda now, in_flight: wanted / (2.0 + 0.01 * wanted))
     (episode,) = played(policy, "many", before=["sound"])
     assert not episode.left_out
 
 
-def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -> None:
-    """Its earlier turns are kept as they are, and the rule is the same: here the request was not overdue."""
+def test_a_policy_that_cannot_be_cut_off_loses_only_the_request_in_progress() -> None:
+    """Its earlier turns are kept and the rule is the same: here the request was not overdue."""
 
     class Talking(TurnLoop):
         async def act(self, episode: Any) -> str:
@@ -170,7 +170,7 @@ def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -
 
 
 @pytest.mark.parametrize("hold_s", [0.0, 1.4])
-def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_driver_never_costs_a_score(hold_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 50.0)
     task = replace(TASK, limits=replace(TASK.limits, wall_s=4.0))
 
@@ -194,13 +194,13 @@ def test_time_in_which_the_driver_stood_still_costs_no_score(hold_s: float, monk
     lost=st.floats(0, 1),
     limit=st.floats(0.1, 10_000.0),
 )
-def test_the_rule(program: float, sampled: float, lost: float, limit: float) -> None:
+def test_the_blame_rule(program: float, sampled: float, lost: float, limit: float) -> None:
     blame = blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
     assert blame_for_timeout(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=0.0, stalled_s=lost * limit) is blame
     if lost > LOST_SHARE + 1e-6:
         assert blame is Blame.INFRASTRUCTURE, "a stalled server never costs a score"
     elif lost < LOST_SHARE - 1e-6 and program + sampled > 0.5 + 1e-6:
-        assert blame is Blame.POLICY, "sampling is not a way out"
+        assert blame is Blame.POLICY, "sampling does not avoid the blame"
     elif program + sampled < 0.5 - 1e-6:
         assert blame is Blame.INFRASTRUCTURE
 
@@ -211,7 +211,7 @@ readings = st.tuples(st.integers(1, 5000), st.floats(0.01, 200.0))
 @given(history=st.lists(readings, min_size=1, max_size=400), tokens=st.integers(1, 100_000))
 @settings(deadline=None, max_examples=100)
 def test_more_tokens_never_turn_a_usual_request_into_a_slow_one(history: list[tuple[int, float]], tokens: int) -> None:
-    """Of two requests with the same tokens per second and the same load, the one with more tokens is not judged worse, size by size."""
+    """Of two requests with the same tokens per second and load, the one with more tokens does not count as slower, size by size."""
     pace, now = Pace(), 0.0
     for count, seconds in history:
         request = pace.begin(now)
@@ -250,8 +250,8 @@ def test_slow_is_twice_the_usual() -> None:
     assert (fast.lost_s, slow.lost_s > 0) == (0.0, True)
 
 
-def test_a_run_that_pauses_for_a_slow_server_says_so_and_what_helps() -> None:
-    """Not "85 x episode wall_limit ... repair the cause"."""
+def test_a_run_paused_for_a_slow_server_reports_reason_and_fix() -> None:
+    """The message names the slow server instead of "85 x episode wall_limit ... repair the cause"."""
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 40.0 if now < begins else 0.2)
     rate = FaultRate(0.5, concurrency=1)
@@ -292,21 +292,21 @@ def read(policy: PacedPolicy, *names: str, begins: float = 0.0) -> list[Episode]
     return run_virtually(play())
 
 
-def test_what_a_policy_has_the_server_read_is_not_the_servers_slowness() -> None:
-    """Large outputs in its context take the server seconds in which it samples nothing. They do not buy an exclusion."""
+def test_prompt_tokens_do_not_make_the_server_count_as_slow() -> None:
+    """Large outputs in its context cost the server seconds without sampling. They do not lead to an exclusion."""
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0, reading=250.0)
     (episode,) = read(policy, "reader")
     assert not episode.left_out, episode.failures
 
 
-def test_a_server_that_stalls_for_a_policy_that_reads_is_slow_all_the_same() -> None:
+def test_a_stall_counts_as_slow_also_with_long_prompts() -> None:
     begins = 2000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0 * (now < begins + 5.0), reading=250.0)
     (episode,) = read(policy, "reader", begins=begins)
     assert episode.left_out and episode.failures[0].kind == "slow_server"
 
 
-def test_the_context_is_read_again_after_a_new_version() -> None:
+def test_the_context_is_recomputed_after_a_new_version() -> None:
     pace, now = Pace(), 0.0
     for _ in range(20):
         request = pace.begin(now, reads=10)
@@ -316,7 +316,7 @@ def test_the_context_is_read_again_after_a_new_version() -> None:
     assert old.lost_s == pytest.approx(8.0, abs=0.1) and new.lost_s == 0.0
 
 
-def test_what_others_read_meanwhile_makes_no_server_slow() -> None:
+def test_prompts_of_other_requests_do_not_make_the_server_count_as_slow() -> None:
     pace, now = Pace(), 0.0
     for _ in range(20):
         request = pace.begin(now)
@@ -328,7 +328,7 @@ def test_what_others_read_meanwhile_makes_no_server_slow() -> None:
 
 
 def used(pace: Pace, seconds: float, *, requests: int = 1, tokens: int = 100, at: float = 0.0) -> list[Reading]:
-    """Requests one after the other, each of so many seconds."""
+    """Sequential requests with these durations in seconds."""
     found = []
     for _ in range(requests):
         found.append(pace.end(pace.begin(at), at + seconds, tokens=tokens, at_most=tokens))
@@ -342,11 +342,11 @@ def test_the_first_requests_are_compared_with_the_measurement_at_the_servers_sta
     assert pace.known
     (slow,) = used(pace, 50.0)
     assert slow.usual_s == pytest.approx(5.0) and slow.lost_s == pytest.approx(45.0)
-    assert used(Pace(), 50.0)[0].lost_s == 0.0, "without one there is nothing to compare them with"
+    assert used(Pace(), 50.0)[0].lost_s == 0.0, "without a measurement there is nothing to compare with"
 
 
 def test_requests_in_flight_share_the_measured_throughput() -> None:
-    """A batch is no slower than its requests one after the other, or the server is slow."""
+    """A batch that is slower than its requests in sequence means a slow server."""
     pace = Pace()
     pace.set_idle_token_s(0.05)
     requests = [pace.begin(0.0) for _ in range(8)]
@@ -369,7 +369,7 @@ def test_without_a_measurement_there_is_none(token_s: float) -> None:
     assert not pace.known and pace.slow_start_alert() == ""
 
 
-def test_a_server_that_is_slow_from_its_first_request_on_is_shown_once() -> None:
+def test_a_server_slow_from_its_first_request_is_reported_once() -> None:
     pace = Pace()
     pace.set_idle_token_s(0.05)
     used(pace, 15.0, requests=10)
@@ -391,14 +391,12 @@ def test_a_server_that_is_slow_from_its_first_request_on_is_shown_once() -> None
     cut=st.booleans(),
 )
 @settings(deadline=None, max_examples=50)
-def test_a_pace_that_is_stored_and_restored_judges_as_before(
-    history: list[tuple[int, float]], tokens: int, in_flight: float, cut: bool
-) -> None:
+def test_a_restored_pace_gives_the_same_times(history: list[tuple[int, float]], tokens: int, in_flight: float, cut: bool) -> None:
     pace, now = Pace(), 0.0
     for count, seconds in history:
         pace.end(pace.begin(now), now := now + seconds, tokens=count, at_most=count)
     for kept in (pace._all, pace._work, *pace._sizes.values()):
-        kept._newer = len(kept)  # medians that are up to a sixteenth of the history old are computed again, as after a restart
+        kept._newer = len(kept)  # medians up to a sixteenth old are recomputed, as after a restart
     restored = Pace()
     restored.restore(json.loads(json.dumps(pace.to_data())))
     assert restored.usual_s(tokens, in_flight, cut=cut) == pytest.approx(pace.usual_s(tokens, in_flight, cut=cut), rel=0.2)
@@ -413,7 +411,7 @@ BAD += [{"all": {"stride": 1, "requests": [[1.0, 1.0, 1.0]]}, "work": {"stride":
 
 
 @pytest.mark.parametrize("data", BAD)
-def test_what_is_no_history_is_refused_and_changes_nothing(data: Any) -> None:
+def test_an_invalid_history_raises_and_changes_nothing(data: Any) -> None:
     pace = Pace()
     used(pace, 10.0)
     with pytest.raises(ValueError, match=r"history|invalid literal"):

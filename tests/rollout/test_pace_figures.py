@@ -40,14 +40,16 @@ def test_the_time_reserved_for_a_cut_is_a_twentieth_and_at_most_5_seconds() -> N
     [
         (10, 10.0, None, 10.0, 0.0),  # one token per second is just enough without a history
         (9, 10.0, None, 0.0, 10.0),
-        (10, 10.0, 5.0, 10.0, 0.0),  # twice the usual is not slow yet
+        (10, 10.0, 5.0, 10.0, 0.0),  # twice the usual time is not slow yet
         (10, 11.0, 5.0, 5.0, 6.0),
         (None, 10.0, None, 0.0, 10.0),
         (None, 10.0, 5.0, 0.0, 0.0),
         (None, 11.0, 5.0, 0.0, 6.0),
     ],
 )
-def test_what_a_request_counts_for(tokens: int | None, seconds: float, usual_s: float | None, sampled_s: float, lost_s: float) -> None:
+def test_sampled_and_lost_time_of_a_request(
+    tokens: int | None, seconds: float, usual_s: float | None, sampled_s: float, lost_s: float
+) -> None:
     reading = Reading(tokens=tokens, seconds=seconds, in_flight=1.0, usual_s=usual_s)
     assert (reading.sampled_s, reading.lost_s) == (sampled_s, lost_s)
 
@@ -62,7 +64,7 @@ def test_the_median_over_weights() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One request: when it begins and ends, what it samples, and how many prompt tokens the server computes for it."""
+    """One request: its start and end, its sampled tokens, and the prompt tokens that the server computes for it."""
 
     begins: float
     seconds: float
@@ -152,11 +154,11 @@ def test_every_request_of_a_run_has_the_usual_time_of_its_definition(requests: l
         ended.append(subject)
 
 
-def test_a_request_that_takes_no_time_is_no_measurement() -> None:
+def test_a_request_without_duration_is_not_a_measurement() -> None:
     pace = Pace()
     reading = pace.end(pace.begin(5.0), 5.0, tokens=10, at_most=10)
     assert (reading.seconds, reading.in_flight, pace.known) == (0.0, 1.0, False)
-    assert pace.end(pace.begin(9.0), 8.0, tokens=10, at_most=10).seconds == 0.0, "a clock that is set back"
+    assert pace.end(pace.begin(9.0), 8.0, tokens=10, at_most=10).seconds == 0.0, "a clock that was set back"
 
 
 def test_prompt_tokens_corrected_at_the_end_replace_those_of_the_beginning() -> None:
@@ -188,7 +190,7 @@ def test_requests_wait_beyond_the_slots() -> None:
 
 
 def used(pace: Pace, tokens: int, seconds: float, *, at: float = 0.0, cut: bool = False) -> float:
-    """One request; returns when it ended."""
+    """One request; returns its end time."""
     pace.end(pace.begin(at), at + seconds, tokens=tokens, at_most=tokens, cut=cut)
     return at + seconds
 
@@ -200,7 +202,7 @@ def test_a_cut_request_enters_the_history_from_1_token_per_second() -> None:
         assert pace.known is known and pace.to_data()["sizes"] == {}
     pace = Pace()
     used(pace, 9, 10.0)
-    assert list(pace.to_data()["sizes"]) == ["4"], "it ended by itself"
+    assert list(pace.to_data()["sizes"]) == ["4"], "it ended normally"
 
 
 def test_the_history_keeps_every_second_request_each_time_it_is_full() -> None:
@@ -242,7 +244,7 @@ def test_a_measurement_weighs_16_tokens() -> None:
     assert pace.usual_s(1, 1.0, cut=True) == 0.5
 
 
-def test_the_start_is_judged_after_16_measurements_and_at_more_than_twice_the_time() -> None:
+def test_the_start_is_compared_after_16_measurements_and_reported_beyond_twice_the_time() -> None:
     pace, now = Pace(), 0.0
     pace.set_idle_token_s(0.5)
     for number in range(15):
@@ -256,12 +258,12 @@ def test_the_start_is_judged_after_16_measurements_and_at_more_than_twice_the_ti
     assert even.slow_start_alert() == "", "twice is not slow yet"
 
 
-def test_a_batch_that_shares_the_measured_throughput_is_no_slow_start() -> None:
+def test_a_batch_that_shares_the_measured_throughput_is_not_a_slow_start() -> None:
     pace = Pace()
     pace.set_idle_token_s(0.5)
     for round_ in range(4):
         requests = [pace.begin(1000.0 * round_) for _ in range(8)]
-        for request in requests:  # 8 * 64 tokens, each of which takes 0.75 s
+        for request in requests:  # 8 * 64 tokens at 0.75 s each
             pace.end(request, 1000.0 * round_ + 8 * 64 * 0.75, tokens=64, at_most=64)
     assert pace.slow_start_alert() == ""
 
@@ -323,7 +325,7 @@ def test_time_in_which_several_requests_ran_counts_once() -> None:
     time.begin(12.0)
     time.end(16.0, reading(6.0))
     time.end(20.0, last := reading(8.0, usual_s=2.0))
-    # 10 s on the clock and 14 s in requests, of which 8 count as sampled and 6 as lost
+    # 10 s of wall time and 14 s in requests: 8 sampled, 6 lost
     assert time.sampled_s == pytest.approx(3.0 + 8.0 * 10 / 14) and time.lost_s == pytest.approx(5.0 + 6.0 * 10 / 14)
     time.begin(100.0)
     time.end(104.0, last := reading(4.0))

@@ -1,4 +1,4 @@
-"""What a model's own output provokes further down the line is the policy's: kept as it was sampled, and scored."""
+"""Failures provoked by the model's own output are the policy's: recorded as sampled, and scored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def judged(task: Task, episode: Episode) -> Score:
 
 
 class Refusing(ScriptedPolicy):
-    """A server that refuses the request of one turn."""
+    """A server that rejects the request of one turn."""
 
     refused: int
     error: Exception
@@ -56,7 +56,7 @@ def is_scored_as_the_policys(one: Any, *, turns: int) -> None:
     assert [bool(turn.completion_ids) for turn in one.episode.trajectories[0].turns] == [True] * turns
 
 
-async def test_a_server_that_refuses_what_the_policy_said(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_server_that_rejects_the_policys_text(tokenizer: Any, task: Task, make_runner: Any) -> None:
     one = await scored(make_runner, refusing(tokenizer, 1, RequestRefused("status 400: no such token")), task)
     is_scored_as_the_policys(one, turns=1)
     assert one.episode.trajectories[0].turns[0].tool_results
@@ -66,7 +66,7 @@ async def test_a_server_that_refuses_what_the_policy_said(tokenizer: Any, task: 
     ("turn", "error"),
     [(0, RequestRefused("status 400: unknown key")), (1, ServingError("status 500")), (1, ServingError("connection lost"))],
 )
-async def test_a_server_that_refuses_anything_or_fails_is_the_machines(
+async def test_a_server_that_rejects_everything_or_fails_is_an_infrastructure_fault(
     tokenizer: Any, task: Task, make_runner: Any, turn: int, error: Exception
 ) -> None:
     one = await scored(make_runner, refusing(tokenizer, turn, error), task)
@@ -85,7 +85,7 @@ ERRORS = (
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["parse", "tool_delta"])
-async def test_a_tokenizer_or_template_that_cannot_take_what_the_policy_said(
+async def test_a_tokenizer_or_template_that_fails_on_the_policys_text(
     tokenizer: Any, task: Task, make_runner: Any, error: Exception, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = chat_of(tokenizer)
@@ -99,7 +99,7 @@ async def test_a_tokenizer_or_template_that_cannot_take_what_the_policy_said(
     assert one.episode.failures[-1].kind == "not_taken" and type(error).__name__ in one.episode.failures[-1].message
 
 
-async def test_a_template_that_cannot_take_the_task_is_not_the_policys(
+async def test_a_template_that_fails_on_the_task_is_not_blamed_on_the_policy(
     tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = chat_of(tokenizer)

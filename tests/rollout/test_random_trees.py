@@ -1,4 +1,4 @@
-"""Whatever agents do in an episode, every token that was sampled is in exactly one sample, with the context it was sampled in."""
+"""Whatever agents do, every sampled token is in exactly one sample, with the context it was sampled in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES = ("episode", "branches", "roles", "verifier", "counterfactual", "siblings
 
 
 class Noted(ReadingPolicy):
-    """Says anything at all, and notes each token that it samples: a logprob of its own, and what was before it."""
+    """Samples random text, and records for each token a unique logprob and its context."""
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         super().__init__(tokenizer, self._anything)
@@ -56,7 +56,7 @@ def recipe(credit: str) -> Recipe:
 
 
 async def grown(policy: Noted, task: Task) -> Group:
-    """Two attempts, and one that goes on from a state of the first."""
+    """Two attempts, and one that starts from a state of the first."""
     runner = EpisodeRunner(
         agent=TurnLoop(
             chat=chat_of(policy.tokenizer),
@@ -85,7 +85,7 @@ async def grown(policy: Noted, task: Task) -> Group:
     return Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(scored))
 
 
-async def test_trees_that_may_not_grow_on_are_nobodys_fault(task: Task, tokenizer: Any) -> None:
+async def test_trees_at_their_limits_have_no_failure(task: Task, tokenizer: Any) -> None:
     for seed, all_tokens in enumerate((500, 900, 1300, 2000, 3000, 4500)):
         limits = Limits(turns=16, turn_tokens=200, episode_tokens=700, all_tokens=all_tokens)
         group = await grown(Noted(tokenizer, seed), replace(task, tools=("python",), limits=limits))
@@ -108,9 +108,9 @@ async def test_every_sampled_token_is_in_exactly_one_sample(task: Task, tokenize
             for sample in batch.samples:
                 for at in (at for at, on in enumerate(sample.loss_mask) if on):
                     context, token = policy.noted[sample.logprobs[at]]
-                    assert sample.token_ids[at] == token and sample.token_ids[:at] == context, "it is where it was sampled"
+                    assert sample.token_ids[at] == token and sample.token_ids[:at] == context, "the context is the sampled one"
                     trained.append(sample.logprobs[at])
             assert len(trained) == len(set(trained)) and set(trained) == set(policy.noted), f"seed {seed}, credit {mode}"
             assert batch.denominator == len(trained) == sum(one.episode.completion_tokens for one in group.episodes)
     reached = {("summary", "rejected"), ("summary", "summarized"), ("main", "compacted"), ("worker", "answered"), ("worker", "turn_limit")}
-    assert reached <= ends, "the trees have what can go wrong in one"
+    assert reached <= ends, "the trees cover all kinds of failures"

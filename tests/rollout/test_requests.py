@@ -19,7 +19,7 @@ TOKEN = 7
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An answer of the server to one request. `versions`: of its tokens, one after the other; of the first one for the rest."""
+    """A server's answer to one request. `versions`: of its first tokens in order; the others have the first version."""
 
     seconds: float
     tokens: int
@@ -36,7 +36,7 @@ class Call:
 
 
 class Server:
-    """A policy that gives planned answers."""
+    """A policy with planned answers."""
 
     def __init__(self, *parts: Part) -> None:
         self._parts = list(parts)
@@ -57,7 +57,7 @@ class Server:
 
 
 class Watched(Pace):
-    """Records the prompt tokens of each request, as they were at its begin and at its end."""
+    """Records the prompt tokens of each request at its start and end."""
 
     def __init__(self, token_s: float | None = None) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def requests_of(
 
 
 def sampled(requests: EpisodeRequests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
-    """Turns with the prompt `1, 2`, one after the other."""
+    """Sequential turns with the prompt `1, 2`."""
 
     async def sample() -> list[Completion]:
         return [
@@ -134,7 +134,7 @@ def test_a_request_that_is_cut_off_is_continued_from_its_tokens() -> None:
         ((1, 2, *(TOKEN,) * 3), 97, "r0.1"),
         ((1, 2, *(TOKEN,) * 7), 93, "r0.2"),
     ]
-    assert [call.timeout_s for call in server.calls] == [5.0, 10.0, 10.0], "the first alone is short without a history"
+    assert [call.timeout_s for call in server.calls] == [5.0, 10.0, 10.0], "only the first is short without a history"
     assert pace.begun == [50, 0, 0] and pace.corrected == [50, 0, 0] and pace.in_flight == 0
 
 
@@ -186,7 +186,7 @@ def test_a_request_without_a_token_at_the_end_is_out_of_time() -> None:
         sampled(requests_of(Server(Part(6.0, 0, CUT)), Watched(0.05), spent_s=70.0))
 
 
-def test_when_an_episode_is_out_of_time() -> None:
+def test_an_episode_is_out_of_time_at_its_limit() -> None:
     async def states() -> list[bool]:
         left = [requests_of(Server(), spent_s=spent_s).out_of_time for spent_s in (75.5, 76.0, 77.0)]
         requests = requests_of(Server(Part(5.9, 3, CUT)), Watched(0.05), spent_s=70.0)
@@ -203,7 +203,7 @@ def test_a_constrained_request_that_ends_in_time_leaves_time() -> None:
     assert [completion.finish_reason for completion in sampled(requests, constraint="json", times=2)] == ["stop", "stop"]
 
 
-def test_a_turn_that_lost_the_time_of_a_request_has_a_slow_server() -> None:
+def test_a_turn_that_lost_the_time_of_a_request_raises_slow_server() -> None:
     server = Server(Part(30.0, 0, CUT))
     with pytest.raises(SlowServer) as error:
         sampled(requests_of(server, limit_s=800.0))
@@ -216,14 +216,14 @@ def test_a_turn_that_lost_the_time_of_a_request_has_a_slow_server() -> None:
         sampled(requests_of(server, Watched(0.05), limit_s=800.0))
 
 
-def test_what_earlier_turns_lost_is_not_this_turns() -> None:
+def test_time_lost_in_earlier_turns_does_not_count_for_this_one() -> None:
     turn = (Part(20.0, 0, CUT), Part(1.0, 5))
     requests = requests_of(Server(*turn, *turn), limit_s=800.0)
     assert len(sampled(requests, times=2)) == 2 and requests.sampling.lost_s == pytest.approx(40.0, abs=0.5)
 
 
 def test_a_turn_next_to_another_keeps_its_own_losses() -> None:
-    """The turn that begins later does not reset what the first one has lost."""
+    """The later turn does not reset the lost time of the first one."""
 
     class Stalled(Server):
         async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -278,7 +278,7 @@ def test_a_request_of_the_agent_may_have_as_many_tokens_as_twice_the_usual_time_
 
 
 def test_a_request_of_the_agent_is_judged_by_the_pace_of_all_requests() -> None:
-    """How many tokens it will have is not known, so it has no size."""
+    """Its number of tokens is unknown, so it has no size."""
     pace = Pace()
     pace.end(pace.begin(0.0), 64.0, tokens=64, at_most=64)
     pace.end(pace.begin(64.0), 114.0, tokens=1000, at_most=1000, cut=True)
@@ -311,7 +311,7 @@ def test_an_episode_of_long_programs_has_no_failure() -> None:
     assert ended(program_s=60.0, sampled_s=10.0) is None
 
 
-def test_an_episode_of_long_samples_is_the_policys() -> None:
+def test_an_episode_of_long_samples_is_blamed_on_the_policy() -> None:
     failure = ended(program_s=40.0, sampled_s=40.0)
     assert failure is not None and (failure.stage, failure.blame, failure.kind, failure.turn) == ("generate", Blame.POLICY, "wall_limit", 3)
     assert failure.message == (
@@ -326,14 +326,14 @@ def test_an_episode_of_long_samples_is_the_policys() -> None:
         (0.05, "slow_server", "the server was slow: requests that took over 2 times the usual cost 20.0 s"),
     ],
 )
-def test_an_episode_that_lost_much_time_had_a_slow_server(token_s: float | None, kind: str, slow: str) -> None:
+def test_an_episode_that_lost_much_time_is_blamed_on_the_server(token_s: float | None, kind: str, slow: str) -> None:
     failure = ended(program_s=60.0, sampled_s=15.0, lost_s=20.0, pace=Watched(token_s))
     assert failure is not None and (failure.stage, failure.blame, failure.kind) == ("generate", Blame.INFRASTRUCTURE, kind)
     assert failure.message == f"{slow}, of 100 s: programs took 60.0 s, sampling 35.0 s\n  fix: {ADVICE}"
 
 
 @pytest.mark.parametrize("lost_s", [5.0, 10.0])
-def test_an_episode_whose_time_went_elsewhere_is_the_machines(lost_s: float) -> None:
+def test_other_lost_time_is_an_infrastructure_fault(lost_s: float) -> None:
     failure = ended(program_s=10.0, sampled_s=20.0, lost_s=lost_s)
     assert failure is not None and (failure.stage, failure.blame, failure.kind) == ("episode", Blame.INFRASTRUCTURE, "wall_limit")
     assert failure.message == (

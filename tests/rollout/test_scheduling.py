@@ -1,4 +1,4 @@
-"""Which attempts of a group begin and count, decided without playing any."""
+"""Which attempts of a group start and count, without running any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.rollout.scheduling import EQUAL, SPARE, AttemptScheduler, GroupAtte
 
 
 class Job:
-    """Stands for the task that plays an attempt."""
+    """Stands for the asyncio task of an attempt."""
 
     def __init__(self) -> None:
         self.cancelled = False
@@ -29,7 +29,7 @@ def scored(number: int, value: float | None) -> ScoredEpisode:
 
 
 def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: Sequence[int] = ()) -> tuple[AttemptScheduler, list[int]]:
-    """A race in which attempts end in the order in which they begin, with these scores; and the numbers of those that began."""
+    """A schedule whose attempts end in the order in which they start, with these scores; and the numbers of those that started."""
     began: list[GroupAttempt] = []
 
     def begin(place: GroupAttempt) -> Any:
@@ -49,13 +49,13 @@ def raced(values: Sequence[float | None], *, size: int, first: int = 0, ended: S
     [
         ((0, 0, 1, 1, 1), 2, 2, 2, EQUAL),
         ((0, 1, 1, 1, 1), 2, 5, 5, ""),
-        ((None, 0, 0, 1, 1), 2, 3, 2, EQUAL),  # what has no score decides nothing
+        ((None, 0, 0, 1, 1), 2, 3, 2, EQUAL),  # unscored attempts decide nothing
         ((None, 0, 1, None, 1), 2, 5, 3, ""),
         ((0, 0, 0, 0, 1), 4, 4, 4, EQUAL),
         ((0, 0, 0, 0, 0), 0, 5, 5, ""),
     ],
 )
-def test_the_others_begin_only_where_the_first_ones_differ(
+def test_further_attempts_start_only_if_the_first_scores_differ(
     values: tuple[float | None, ...], first: int, began: int, count: int, reason: str
 ) -> None:
     race, numbers = raced(values, size=5, first=first)
@@ -64,16 +64,16 @@ def test_the_others_begin_only_where_the_first_ones_differ(
     assert not any(one.begun for one in race.cancelled) and len(race.episodes) + len(race.cancelled) == 5
 
 
-def test_spare_ones_begin_with_the_first_ones_and_the_slow_are_cancelled() -> None:
+def test_spare_attempts_start_at_once_and_the_slowest_are_cancelled() -> None:
     race, numbers = raced((1, 1, 0, 0, 0, 0), size=4, first=2)
     assert numbers == [0, 1, 2, 3] and [one.score.value for one in race.episodes] == [1, 1]
-    assert [(one.reason, one.begun) for one in race.cancelled] == [(EQUAL, False)] * 4, "no life was told of here"
+    assert [(one.reason, one.begun) for one in race.cancelled] == [(EQUAL, False)] * 4, "no running episode was set here"
     race, numbers = raced((1, 0, 0, 0, 0, 0), size=4, first=2)
     assert numbers == [0, 1, 2, 3, 4, 5] and len(race.episodes) == 4 and {one.reason for one in race.cancelled} == {SPARE}
 
 
-def test_what_had_ended_before_a_kill_comes_before_any_decision() -> None:
-    """The first two had differed, so others were begun; that the one which ends first now is equal to its neighbour says nothing."""
+def test_attempts_finished_before_a_kill_are_recorded_first() -> None:
+    """The first two differed, so others started; equal scores of the first to end now do not matter."""
     race, numbers = raced((0, 0, 0, 1, 1), size=5, first=2, ended=(0, 1, 3))
     assert numbers[:3] == [0, 1, 3] and sorted(numbers) == [0, 1, 2, 3, 4] and len(race.episodes) == 5
     race, numbers = raced((0, 0, 1, 1, 1), size=5, first=2, ended=(0, 1))
@@ -82,8 +82,8 @@ def test_what_had_ended_before_a_kill_comes_before_any_decision() -> None:
 
 @pytest.mark.parametrize(("size", "first"), [(4, 2), (5, 3), (6, 2)])
 @pytest.mark.parametrize("p", [Fraction(1, 2), Fraction(1, 50), Fraction(4, 5)])
-def test_stopping_weighs_a_task_as_the_documentation_says(size: int, first: int, p: Fraction) -> None:
-    """Over all score vectors: the expected sum of advantages times score functions, in units of grad p, against groups that all play on."""
+def test_stopping_weights_a_task_as_documented(size: int, first: int, p: Fraction) -> None:
+    """Over all score vectors: the expected sum of advantages times score functions, in units of grad p, compared with full groups."""
     stopped = whole = attempts = Fraction(0)
     for values in product((0, 1), repeat=size):
         weight = p ** sum(values) * (1 - p) ** (size - sum(values))
@@ -95,7 +95,7 @@ def test_stopping_weighs_a_task_as_the_documentation_says(size: int, first: int,
     ends = (1 - p) ** (first - 1) * (size - 1 - (left - 1) * p) + p ** (first - 1) * (size - 1 - (left - 1) * (1 - p))
     assert whole == size - 1 and stopped / whole == 1 - Fraction(left, size * (size - 1)) * ends
     assert attempts == size - left * (p**first + (1 - p) ** first)
-    assert stopped / whole <= attempts / size, "for a single p nothing is gained"
+    assert stopped / whole <= attempts / size, "for a single p there is no gain"
 
 
 def signal(values: Sequence[Fraction], p: Fraction) -> Fraction:

@@ -1,4 +1,4 @@
-"""Attempts beyond those that a group needs: who counts, and what is left of the others."""
+"""Spare attempts of a group: which count, and what is left of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE_S = 20.0
 
 
 class Slow(ScriptedPolicy):
-    """Never answers what `hangs` says of (member, turn); counts who waits, and who was told that nobody wants the answer any more."""
+    """Never answers the (member, turn) in `hangs`; counts waiting and cancelled requests."""
 
     def __init__(self, tokenizer: Any, hangs: Callable[[int, int], bool], fails: Callable[[str], bool] = lambda name: False) -> None:
         super().__init__(tokenizer, lambda turn, episode: PYTHON if turn == 0 else SUBMIT)
@@ -84,32 +84,30 @@ async def test_the_slowest_are_cancelled_and_leave_nothing_running(tokenizer: An
     ]
     assert sorted(policy.aborted) == ["g000007-1-a0", "g000007-4-a0"] and not policy.waiting
     assert len(sandboxes.opened) == 6 and all(sandbox.closed for sandbox in sandboxes.opened)
-    assert told == [None] * 4, "a cancelled attempt is no fault, and no success"
+    assert told == [None] * 4, "a cancelled attempt is neither a fault nor a success"
     assert not [job for job in asyncio.all_tasks() if job is not asyncio.current_task()] and slots._value == 64
     assert codec.from_json(Group, codec.to_json(group)) == group
 
 
-async def test_an_attempt_that_has_not_begun_is_not_begun(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_waiting_attempt_never_starts(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: False)
     group = await racing(make_runner(policy), size=2, spare=3, slots=asyncio.Semaphore(1)).run_group(0, task)
     assert numbers(group) == [0, 1] and [one.begun for one in group.cancelled] == [False] * 3
     assert {name.split("-")[1] for name in policy.asked} == {"0", "1"}
 
 
-async def test_a_spare_attempt_takes_the_place_of_a_failed_one_before_it_is_tried_again(
-    tokenizer: Any, task: Task, make_runner: Any
-) -> None:
-    """Two places may be lost to faults; the third attempt that fails is the first to be tried again."""
+async def test_a_spare_attempt_replaces_a_failed_one_without_a_retry(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """Two attempts may be lost to faults; the third failing one is the first to be retried."""
     policy = Slow(
         tokenizer, lambda member, turn: False, lambda name: name.startswith(("g000000-0-", "g000000-1-")) or name == "g000000-2-a0"
     )
     group = await racing(make_runner(policy), size=3, spare=2, retries=3).run_group(0, task)
     assert [one.episode.id for one in group.episodes] == [f"g000000-{n}-a{a}" for n, a in ((0, 0), (1, 0), (2, 1), (3, 0), (4, 0))]
     assert numbers(replace(group, episodes=group.scored)) == [2, 3, 4] and group.cancelled == ()
-    assert all("no route" in one.score.reason for one in group.episodes[:2]), "what failed is told as everywhere"
+    assert all("no route" in one.score.reason for one in group.episodes[:2]), "failures are reported as usual"
 
 
-async def test_what_has_no_score_makes_room_for_another(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_an_unscored_attempt_makes_room_for_another(tokenizer: Any, task: Task, make_runner: Any) -> None:
     async def unscored(task: Task, episode: Episode) -> Score:
         value = await by_member(task, episode)
         return Score(value=None, reason="no verdict") if value.value in (0.0, 1.0) else value
@@ -117,17 +115,17 @@ async def test_what_has_no_score_makes_room_for_another(tokenizer: Any, task: Ta
     group = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=2, spare=2, score=unscored).run_group(0, task)
     assert [one.score.value for one in group.episodes] == [None, None, 2.0, 3.0] and len(group.scored) == 2
     lost = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=3, spare=1, score=unscored).run_group(0, task)
-    assert len(lost.episodes) == 4 and len(lost.scored) == 2, "a group that cannot be filled ends with what there is"
+    assert len(lost.episodes) == 4 and len(lost.scored) == 2, "a group that cannot be filled ends incomplete"
 
 
-async def test_a_judge_of_groups_sees_those_that_count(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_group_judge_sees_the_attempts_that_count(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: member == 0)
-    group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, together=Together()).run_group(0, task), PATIENCE_S)
+    group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, group_scoring=Together()).run_group(0, task), PATIENCE_S)
     assert numbers(group) == [1, 2, 3] and [one.score.value for one in group.episodes] == [0.0, 1.0, 2.0] and len(group.cancelled) == 1
 
 
 async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task: Task) -> None:
-    """The helper of one attempt, in a sandbox of the episode, never answers."""
+    """The sub-agent of one attempt, in the episode's sandbox, never answers."""
     stuck = asyncio.Event()
 
     async def reads(context: str) -> str:
@@ -150,7 +148,7 @@ async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task:
     assert not [job for job in asyncio.all_tasks() if job is not asyncio.current_task()]
 
 
-async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_cancelling_a_run_cancels_all_attempts(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: turn == 1)
     running = asyncio.create_task(racing(make_runner(policy), size=2, spare=2).run_group(0, task))
     while len(policy.waiting) < 4:
@@ -162,11 +160,11 @@ async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, ma
 
 
 @pytest.mark.parametrize("ended", [1, 2, 3])
-async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
-    """Killed when `ended` of 5 attempts had ended, of which 3 are to count: these count, and no turn is sampled twice."""
+async def test_a_killed_group_is_completed(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, ended: int) -> None:
+    """Killed after `ended` of 5 attempts, of which 3 must count: finished ones count, and no turn is sampled twice."""
     keeper = FolderCheckpoints(tmp_path)
     first = Slow(tokenizer, lambda member, turn: member >= ended and turn == 1)
-    dying = asyncio.create_task(racing(make_runner(first), size=4, spare=1, keeper=keeper).run_group(7, task))
+    dying = asyncio.create_task(racing(make_runner(first), size=4, spare=1, checkpoints=keeper).run_group(7, task))
     while len(list(tmp_path.glob("000007/*.scored"))) < ended or len(first.waiting) < 5 - ended:
         await asyncio.sleep(0.001)
     dying.cancel()
@@ -174,15 +172,15 @@ async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Ta
         await dying
 
     policy = Slow(tokenizer, lambda member, turn: False)
-    group = await racing(make_runner(policy), size=3, spare=2, keeper=FolderCheckpoints(tmp_path)).run_group(7, task)
+    group = await racing(make_runner(policy), size=3, spare=2, checkpoints=FolderCheckpoints(tmp_path)).run_group(7, task)
     assert set(range(ended)) <= set(numbers(group)) and len(group.scored) == 3 and len(group.cancelled) == 2
     again = Counter(policy.asked)
-    assert not any(name.endswith("-0") for name in again), "turns that were there are not sampled again"
+    assert not any(name.endswith("-0") for name in again), "stored turns are not sampled again"
     assert max(again.values(), default=1) == 1 and {one.split("-")[1] for one in again}.isdisjoint(map(str, range(ended)))
-    assert all(one.begun is (ended < 3) for one in group.cancelled), "with enough that had ended, no other begins"
+    assert all(one.begun is (ended < 3) for one in group.cancelled), "with enough finished attempts, no other starts"
 
 
-async def test_a_hopeless_group_is_stopped_and_another_goes_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_group_with_equal_scores_is_stopped_and_another_continues(tokenizer: Any, task: Task, make_runner: Any) -> None:
     async def half(task: Task, episode: Episode) -> Score:
         return Score(value=float(int(episode.id.split("-")[1]) % 2))
 

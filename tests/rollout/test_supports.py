@@ -1,4 +1,4 @@
-"""What sampled tokens could have been, from a truncated policy through store and batch to the learner's tensors, branches included."""
+"""Supports of sampled tokens, from a truncated policy through store and batch to the learner's tensors, including branches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPE = Recipe(
 
 
 async def play(tokenizer: Any, task: Task, make_runner: Any, sampling: Sampling, path: Path) -> Group:
-    """A group of four, two branches from each of two stems, as the store gives it back."""
+    """A group of four, two branches from each of two stems, read back from the store."""
     counted = iter(range(99))
 
     async def score(task: Task, episode: Episode) -> Score:
@@ -63,7 +63,7 @@ async def test_supports_reach_the_learner_as_they_were_sampled(tokenizer: Any, t
     for sample in samples:
         assert sample.supports is not None
         rows = sample.supports.rows
-        assert [bool(row) for row in rows] == list(sample.loss_mask), "what is only context has none"
+        assert [bool(row) for row in rows] == list(sample.loss_mask), "context tokens have no support"
         trained += sum(sample.loss_mask)
     stems = [scored.episode.trajectories[0] for scored in group.episodes if scored.episode.trajectories[0].inherited]
     assert len(stems) == 2, "two of the four branched"
@@ -74,7 +74,7 @@ async def test_supports_reach_the_learner_as_they_were_sampled(tokenizer: Any, t
     assert trained == sum(len(turn.completion_ids) for turn in turns) - shared, "trained once, in the first of its branches"
 
 
-async def test_without_truncation_nothing_is_kept(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
+async def test_without_truncation_no_supports_are_stored(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
     group = await play(tokenizer, task, make_runner, Sampling(), tmp_path)
     turns = [turn for scored in group.episodes for turn in scored.episode.trajectories[0].turns]
     samples = assemble(0, [group], RECIPE).batch.samples
@@ -94,11 +94,11 @@ async def test_a_sample_may_join_turns_of_both_kinds(tokenizer: Any, task: Task,
     assert any(first.supports.rows[opening:])
 
 
-async def test_a_policy_that_keeps_its_supports_to_itself_is_never_trained_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_policy_without_supports_is_never_trained_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Silent(ScriptedPolicy):
         async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **others: Any) -> Completion:
             return replace(await super().generate(prompt_ids, params, **others), supports=None)
 
     episode = await replace(make_runner(Silent.saying(tokenizer, "3")), sampling=TOP_3).run(task, episode_id="e")
-    assert episode.left_out and "without the support of every token" in episode.failures[0].message
+    assert episode.left_out and "did not return the support of every token" in episode.failures[0].message
     assert (episode.failures[0].stage, episode.failures[0].blame) == ("generate", Blame.INFRASTRUCTURE)

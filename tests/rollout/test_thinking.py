@@ -1,4 +1,4 @@
-"""Thinking that is ended at a bound: exact tokens, and nothing trained that the policy did not sample."""
+"""Thinking that ends at a bound: exact tokens, and only sampled tokens are trained."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def said(tokenizer: Any, turn: Turn) -> str:
 
 
 def rest(tokenizer: Any, text: str) -> str:
-    """What comes after the first tokens, as many as may be thought."""
+    """The tokens after the bound on thinking."""
     return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[MOST:]))
 
 
@@ -60,8 +60,8 @@ def group_of(episode: Episode) -> Group:
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-async def test_thinking_is_ended_in_the_context_and_the_mark_is_trained_by_nobody(thinker: Any, task: Task, top_k: int) -> None:
-    """Thinks too long in its first turn, and ends in time in the second."""
+async def test_thinking_is_ended_in_the_context_and_the_mark_is_not_trained(thinker: Any, task: Task, top_k: int) -> None:
+    """Thinks too long in its first turn, and stops in time in the second."""
 
     def script(turn: int, episode: str) -> str:
         after = episode.endswith(".answer")
@@ -94,19 +94,19 @@ async def test_thinking_is_ended_in_the_context_and_the_mark_is_trained_by_nobod
     assert sample.token_ids[stretch] == tuple(mark) and set(sample.versions[stretch]) == {-1} and set(sample.logprobs[stretch]) == {0.0}
     assert (sample.supports is not None) == (top_k > 0)
     if isinstance(sample.supports, Supports):
-        assert [bool(row) for row in sample.supports.rows] == list(sample.loss_mask), "a mark was drawn from nothing"
+        assert [bool(row) for row in sample.supports.rows] == list(sample.loss_mask), "a mark has no support"
 
 
 @pytest.mark.parametrize(
     ("text", "budget", "requests"),
     [
-        (f"<think>\nhm\n</think>\n\nThe answer is {'long ' * 10}", 200, 2),  # it goes on after its thinking
+        (f"<think>\nhm\n</think>\n\nThe answer is {'long ' * 10}", 200, 2),  # it continues after its thinking
         ("No thought: " + "word " * 10, 200, 2),
         ("short", 200, 1),
-        (LONG, MOST + 5, 1),  # the mark would not fit: the turn ends where it always did
+        (LONG, MOST + 5, 1),  # the mark would not fit, so the turn ends at its budget
     ],
 )
-async def test_nothing_is_forced_on_a_turn_that_is_not_in_its_thoughts(
+async def test_nothing_is_forced_on_a_turn_that_has_stopped_thinking(
     thinker: Any, task: Task, text: str, budget: int, requests: int
 ) -> None:
     limits = replace(task.limits, turn_tokens=budget)
@@ -118,7 +118,7 @@ async def test_nothing_is_forced_on_a_turn_that_is_not_in_its_thoughts(
     assert len(made.policy.prompts) == requests  # type: ignore[attr-defined]
 
 
-async def test_a_branch_goes_on_after_a_turn_whose_thinking_was_ended(thinker: Any, task: Task) -> None:
+async def test_a_branch_continues_after_a_turn_with_ended_thinking(thinker: Any, task: Task) -> None:
     states: list[EpisodeState] = []
 
     async def on_turn(turns: int, capture: CaptureState) -> None:
@@ -140,7 +140,7 @@ async def test_a_branch_goes_on_after_a_turn_whose_thinking_was_ended(thinker: A
     assert made.policy.prompts[-1][: len(begun.prompt_ids + begun.completion_ids)] == begun.prompt_ids + begun.completion_ids  # type: ignore[attr-defined]
 
 
-async def test_a_bound_that_nothing_can_keep_is_the_tasks_fault(tokenizer: Any, task: Task) -> None:
+async def test_an_unenforceable_bound_is_a_task_fault(tokenizer: Any, task: Task) -> None:
     episode = await runner(tokenizer, lambda turn, name: SUBMIT).run(bounded(task), episode_id="e")
     (failure,) = episode.failures
     assert failure.blame is Blame.TASK and "limits.thinking_tokens=40 needs a chat template" in failure.message

@@ -1,4 +1,4 @@
-"""A backend that is down costs no episode its score, and an agent cannot leave the training data by calling one that is up."""
+"""An unavailable backend costs no episode its score, and an agent cannot exclude itself by calling an available one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def calling(name: str, **arguments: Any) -> str:
 
 
 class Backend(BaseHTTPRequestHandler):
-    """Answers what `statuses` says of a path, which may change; 200 else."""
+    """Answers with the status in `statuses` for a path, else 200."""
 
     statuses: dict[str, int] = {}  # noqa: RUF012
 
@@ -70,7 +70,7 @@ async def by_answer(task: Task, episode: Episode) -> Score:
 
 
 class Run:
-    """Groups of attempts at a task with one tool, and what the run counts of them."""
+    """Groups of attempts at a task with one tool, and their fault rate."""
 
     def __init__(self, make_runner: Any, tokenizer: Any, task: Task, name: str, script: Callable[[int, str], str]) -> None:
         limits = replace(task.limits, turns=4, turn_tokens=400, episode_tokens=4000)
@@ -93,7 +93,7 @@ def uses(name: str, **arguments: Any) -> Callable[[int, str], str]:
     return lambda turn, episode: calling(name, **arguments) if turn == 0 else SUBMIT
 
 
-async def test_a_backend_that_refuses_connections_leaves_every_episode_unscored_and_pauses_the_run(
+async def test_a_backend_that_rejects_connections_excludes_every_episode_and_pauses_the_run(
     make_runner: Any, tokenizer: Any, task: Task
 ) -> None:
     BACKEND["url"] = nobody()
@@ -133,7 +133,7 @@ async def test_a_backend_that_comes_back_costs_a_retry(backend: dict[str, int], 
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-async def test_what_the_backend_refuses_is_told_to_the_agent_which_is_scored(
+async def test_the_agent_sees_errors_of_the_backend_and_is_scored(
     status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task
 ) -> None:
     backend["*"] = status
@@ -151,10 +151,10 @@ async def test_an_agent_that_names_a_dead_address_is_scored(make_runner: Any, to
 
 
 @pytest.mark.parametrize("status", [500, 503])
-async def test_an_agent_that_breaks_each_of_its_attempts_is_scored(
+async def test_an_agent_whose_calls_all_fail_is_scored(
     status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task
 ) -> None:
-    """Members 0 and 2 know what the backend fails at, and request it, in words that are never the same."""
+    """Members 0 and 2 know a request that makes the backend fail, and send it with changing text."""
     tries = iter(range(1000))
 
     def script(turn: int, episode: str) -> str:
@@ -170,16 +170,14 @@ async def test_an_agent_that_breaks_each_of_its_attempts_is_scored(
     run = Run(make_runner, tokenizer, task, "look_up", script)
     run.groups = replace(run.groups, slots=asyncio.Semaphore(4))
     done = await run.group()
-    assert [one.score.value for one in done.episodes] == [0.0, 1.0, 1.0, 1.0], "scored by what they hand in, as any other"
-    assert [one.episode.attempt for one in done.episodes] == [0, 0, 0, 0] and run.faults == [], "no attempt is lost to it"
+    assert [one.score.value for one in done.episodes] == [0.0, 1.0, 1.0, 1.0], "scored by their answer, like any other"
+    assert [one.episode.attempt for one in done.episodes] == [0, 0, 0, 0] and run.faults == [], "no attempt is excluded"
     (failure,) = done.episodes[0].episode.failures
     assert (failure.blame, failure.kind, failure.turn) == (Blame.POLICY, "HTTPError", 1)
     assert f"HTTP Error {status}" in done.episodes[0].episode.trajectories[0].turns[0].tool_results[0].output
 
 
-async def test_a_tool_that_takes_too_long_for_one_and_not_for_others_is_the_agents_doing(
-    make_runner: Any, tokenizer: Any, task: Task
-) -> None:
+async def test_a_tool_that_times_out_for_only_one_agent_is_blamed_on_it(make_runner: Any, tokenizer: Any, task: Task) -> None:
     def script(turn: int, episode: str) -> str:
         slow = episode.startswith("g000000-0")
         return calling("compute", seconds=30.0 if slow else 0.0) if turn < (1 if slow else 3) else SUBMIT
@@ -191,4 +189,4 @@ async def test_a_tool_that_takes_too_long_for_one_and_not_for_others_is_the_agen
     assert [one.kind for one in done.episodes[0].episode.failures] == ["tool_timeout"]
     hangs = Run(make_runner, tokenizer, task, "compute", uses("compute", seconds=30.0))
     hangs.groups = replace(hangs.groups, slots=asyncio.Semaphore(4))
-    assert (await hangs.group()).scored == () and len(hangs.faults) == 12, "nobody was answered: nothing says that the tool works"
+    assert (await hangs.group()).scored == () and len(hangs.faults) == 12, "no call was answered, so nothing shows that the tool works"

@@ -1,4 +1,4 @@
-"""Episodes of several trajectories: recorded, captured, stored, shown, and made into samples as one rollout."""
+"""Episodes with several trajectories: recorded, captured, stored, rendered, and turned into samples as one rollout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asking(*questions: str) -> str:
     return "".join(f"<tool_call>{json.dumps({'name': 'ask', 'arguments': {'question': one}})}</tool_call>" for one in questions)
 
 
-# In the order in which they are sampled: the main agent asks two helpers at once, of whom the first asks a helper of its own.
+# In sampling order: the main agent asks two sub-agents at once, and the first of them asks another.
 SAID = (asking("width?", "height?"), asking("unit?"), "cm", "3 cm", "4 cm", "12 cm2")
 PARENTS = [None, Parent(trajectory=0, turn=0, call=0), Parent(trajectory=1, turn=0, call=0), Parent(trajectory=0, turn=0, call=1)]
 
@@ -75,12 +75,12 @@ async def test_a_sub_agent_has_a_trajectory_and_a_context_of_its_own(tokenizer: 
     for one in episode.trajectories:
         context: tuple[int, ...] = ()
         for turn in one.turns:
-            assert context + turn.prompt_ids in policy.prompts, "each turn was sampled from its own trajectory's tokens"
+            assert context + turn.prompt_ids in policy.prompts, "each turn was sampled from its trajectory's tokens"
             context += turn.prompt_ids + turn.completion_ids
     assert "height?" not in tokenizer.decode([*policy.prompts[1]]) and "unit?" not in tokenizer.decode([*policy.prompts[5]])
 
 
-async def test_limits_are_those_of_the_episode_and_of_each_context(tokenizer: Any, tree: Task, delegating: Any) -> None:
+async def test_limits_apply_to_the_episode_and_to_each_context(tokenizer: Any, tree: Task, delegating: Any) -> None:
     for turns in range(1, len(SAID)):
         policy = ScriptedPolicy.saying(tokenizer, *SAID)
         short = replace(tree, limits=replace(tree.limits, turns=turns))
@@ -95,7 +95,7 @@ async def test_limits_are_those_of_the_episode_and_of_each_context(tokenizer: An
 
 
 class States:
-    """An `on_turn` that keeps every state, through its wire form."""
+    """An `on_turn` that stores every state in its serialized form."""
 
     def __init__(self) -> None:
         self.seen: list[EpisodeState] = []
@@ -106,7 +106,7 @@ class States:
         self.seen.append(codec.from_json(EpisodeState, codec.to_json(state)))
 
 
-async def test_a_tree_goes_on_from_any_boundary_also_in_the_midst_of_a_helper(tokenizer: Any, tree: Task, delegating: Any) -> None:
+async def test_a_tree_continues_from_any_boundary_also_within_a_sub_agent(tokenizer: Any, tree: Task, delegating: Any) -> None:
     states = States()
     whole = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e", on_turn=states)
     assert [state.turn_count for state in states.seen] == [3, 5]
@@ -147,7 +147,7 @@ async def test_a_tree_is_stored_and_shown(tokenizer: Any, tree: Task, delegating
 
 
 class Odd:
-    """An agent that does something wrong, at one of the places where it can."""
+    """An agent that misbehaves in one of several ways."""
 
     def __init__(self, does: Callable[[Any], Any]) -> None:
         self.does = does
@@ -169,7 +169,7 @@ class Odd:
         lambda episode: setattr(episode, "answer", 3) or "answered",
     ],
 )
-async def test_an_agent_that_does_something_wrong_costs_its_episode_and_raises_nothing(does: Any, tree: Task, delegating: Any) -> None:
+async def test_a_misbehaving_agent_fails_its_episode_and_raises_nothing(does: Any, tree: Task, delegating: Any) -> None:
     episode = await replace(delegating(None), agent=Odd(does)).run(tree, episode_id="e")
     assert episode.left_out and episode.trajectories[0].stop_reason == "failed" and episode.answer is None
 
@@ -197,7 +197,7 @@ def scored(episode: Episode, value: float) -> ScoredEpisode:
 
 
 async def trees(tokenizer: Any, tree: Task, delegating: Any) -> tuple[Group, Group]:
-    """Three attempts, of which the first has three helpers; and the same scores of attempts that have none."""
+    """Three attempts, the first with three sub-agents; and attempts without any, with the same scores."""
     cut = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e0")
     plain = [await delegating(ScriptedPolicy.saying(tokenizer, f"{n} cm2")).run(tree, episode_id=f"e{n}") for n in range(3)]
     groups = [
@@ -230,7 +230,7 @@ async def test_aggregations_count_rollouts_not_trajectories(
         packed = build_micro_batch(row, torch.device("cpu"))
         c = token_weights("sequence_mean", Segments.of(packed.sequence), torch.float64, rollout_tokens=packed.rollout_tokens)
         weights[sample.episode_id] = weights.get(sample.episode_id, 0.0) + float(c.sum())
-    assert weights == pytest.approx({"e0": 1.0, "e1": 1.0, "e2": 1.0}), "each alone in a micro-batch, and all rollouts weigh the same"
+    assert weights == pytest.approx({"e0": 1.0, "e1": 1.0, "e2": 1.0}), "each in its own micro-batch, and all rollouts have the same weight"
 
 
 async def test_every_sampled_token_of_a_tree_is_trained_once_in_its_own_context(tokenizer: Any, tree: Task, delegating: Any) -> None:
@@ -245,7 +245,7 @@ async def test_every_sampled_token_of_a_tree_is_trained_once_in_its_own_context(
     assert [one.episode_id for one in counted_samples([group])] == [one.episode_id for one in samples]
 
 
-async def test_branches_of_a_tree_train_what_they_share_once(tokenizer: Any, tree: Task, delegating: Any) -> None:
+async def test_branches_of_a_tree_train_shared_turns_once(tokenizer: Any, tree: Task, delegating: Any) -> None:
     states = States()
     stem = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e", on_turn=states)
     others = (*SAID[:3], "5 cm", "6 cm", "30 cm2")

@@ -1,4 +1,4 @@
-"""Tools as a user may write them who believes what he is told; in a file of their own, which is imported where they are called."""
+"""User-supplied tools that trust their input. They are in their own file, because it is imported where they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.records import Limits
 
 
 class Trusting:
-    """Computes with what it gets, and answers at length."""
+    """Computes with its arguments, and returns a long answer."""
 
     name, needs_sandbox = "trusting", False
     schema = function_schema("trusting", "Believes.", "text", "anything")
@@ -24,7 +24,7 @@ class Trusting:
 
 
 class Inside:
-    """Writes and reads files of the sandbox by the names that it gets."""
+    """Writes and reads files of the sandbox by the given names."""
 
     name, needs_sandbox = "inside", True
     schema = function_schema("inside", "Reads.", "text", "anything")

@@ -29,7 +29,7 @@ from tests.driving import Family, Journaled, make_recipe, make_task, opened
 
 
 def script(turn: int, episode: str) -> str:
-    """Member 0 solves its task, 1 misreads what it is told, 2 calls a tool that is not there; in an evaluation all misread."""
+    """Member 0 solves its task, 1 misreads it, 2 calls a missing tool; in an evaluation all misread."""
     member = episode.split("-")[1] if episode.startswith("g") else "1"
     call: tuple[str, dict[str, Any]] = ("python", {"code": "print(3)"})
     if turn == 0 and member == "2":
@@ -57,7 +57,7 @@ async def played(folder: Path, **capture: Any) -> Any:
     changes = {f"capture.{key}": value for key, value in capture.items()}
     recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 4, "evaluation.heldout_real": 0, **changes})
     async with opened(folder, Journaled(folder / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
-        run.groups = replace(run.groups, score=judge)
+        run.groups = replace(run.groups, scorer=judge)
         run.registry = Registry()  # type: ignore[assignment]
         await evaluate_served(run, "before", step=0)
         await loop._roll_out(run)
@@ -65,10 +65,10 @@ async def played(folder: Path, **capture: Any) -> Any:
         return SimpleNamespace(lost=run.capture.lost, spent_s=run.capture.spent_s, recipe=recipe)
 
 
-async def test_an_evaluation_that_is_made_again_replaces_the_one_before(tmp_path: Path) -> None:
+async def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path: Path) -> None:
     recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 4, "evaluation.heldout_real": 0})
     async with opened(tmp_path, Journaled(tmp_path / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
-        run.groups = replace(run.groups, score=judge)
+        run.groups = replace(run.groups, scorer=judge)
         run.registry = Registry()  # type: ignore[assignment]
         for phase in ("before", "before", "after"):
             await evaluate_served(run, phase, step=0)
@@ -76,7 +76,7 @@ async def test_an_evaluation_that_is_made_again_replaces_the_one_before(tmp_path
     assert told == {"before": 4, "after": 4}
 
 
-async def test_failures_of_training_and_evaluation_are_captured_named_reported_and_promoted(tmp_path: Path) -> None:
+async def test_failures_of_training_and_evaluation_are_captured_tagged_reported_and_promoted(tmp_path: Path) -> None:
     run = await played(tmp_path)
     assert run.lost == 0
     with Collection(tmp_path) as collection:
@@ -100,7 +100,7 @@ async def test_failures_of_training_and_evaluation_are_captured_named_reported_a
     assert "misread output, turn 2" in page and "12 episodes of training and evaluations failed" in page
 
 
-async def test_a_capture_that_cannot_write_costs_the_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_capture_that_cannot_write_does_not_affect_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -109,7 +109,7 @@ async def test_a_capture_that_cannot_write_costs_the_run_nothing(tmp_path: Path,
     assert measure.read_evaluation(tmp_path, "after")["heldout"]["n"] == 4
 
 
-async def test_a_rule_of_the_recipe_is_asked(tmp_path: Path) -> None:
+async def test_a_rule_of_the_recipe_is_applied(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from agentrl.failure.trace import Tag\ndef mine(trace):\n    return Tag(name='mine', by='me', turn=0)\n"
     )
@@ -119,7 +119,7 @@ async def test_a_rule_of_the_recipe_is_asked(tmp_path: Path) -> None:
 
 
 async def test_capture_costs_an_episode_little(tmp_path: Path) -> None:
-    """Milliseconds of CPU a failed episode, against seconds that it took; most of it is making JSON of its tokens."""
+    """Milliseconds of CPU per failed episode, which took seconds; most of them encode its tokens as JSON."""
     run = await played(tmp_path)
     capture = Capture(tmp_path / "more", run.recipe.capture, origin={})
     with Collection(tmp_path) as collection:

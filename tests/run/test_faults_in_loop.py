@@ -1,4 +1,4 @@
-"""What one episode, group or task does wrong, and the whole loop around it: the run goes on, or pauses and says why."""
+"""Faults of single episodes, groups and tasks in the whole loop: the run continues, or pauses with a reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(t
 
 
 @pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is a dict, not a Task"), (SystemExit(0), "SystemExit: 0")])
-async def test_a_family_that_gives_no_task_costs_that_group_and_an_evaluation_that_task(tmp_path: Path, gives: Any, says: str) -> None:
+async def test_a_family_without_a_task_costs_that_group_or_evaluated_task(tmp_path: Path, gives: Any, says: str) -> None:
     def broken(index: int) -> Any:
         if index == 1 and isinstance(gives, SystemExit):
             raise gives
@@ -64,8 +64,8 @@ async def test_a_family_that_gives_no_task_costs_that_group_and_an_evaluation_th
     assert (done.episodes, done.excluded) == (3, 1) and [says in reason for reason in done.excluded_reasons] == [True]
 
 
-async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No record that exists is known to be such a one; a fault of the encoder would end the run all the same."""
+async def test_a_group_that_cannot_be_serialized_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No known record does this, but a fault of the encoder must not end the run."""
 
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
         put = run.store.put
@@ -84,14 +84,14 @@ async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, m
     assert groups[1].fault is None and count_quarantined(tmp_path) == 0, "nothing is wrong with the task"
 
 
-async def test_a_score_that_no_record_holds_costs_its_episode(tmp_path: Path) -> None:
+async def test_a_score_that_cannot_be_recorded_costs_its_episode(tmp_path: Path) -> None:
     async def score(task: Task, episode: Episode) -> Score:
         odd: Any = object()
         return Score(value=1.0, parts={"odd": odd} if episode.id.startswith("g000001-0") else {})
 
     recipe = make_recipe(max_retries=0)
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
-        run.groups = replace(run.groups, score=score)
+        run.groups = replace(run.groups, scorer=score)
         await loop._roll_out(run)
         groups = run.store.groups(range(2))
     assert [len(group.scored) for group in groups] == [3, 2]
@@ -112,7 +112,7 @@ async def test_a_full_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Registry:
-    """Of version 0, and no other."""
+    """Only of version 0."""
 
     def __init__(self) -> None:
         self.version = PolicyVersion(number=0, parent=None, folder="versions/000000", sha256="0")
@@ -129,7 +129,7 @@ class Registry:
 
 
 class Part(AlwaysServed):
-    """A server or a learner that lives for ever."""
+    """A server or learner that never ends."""
 
     sha256 = "0"
 
@@ -145,7 +145,7 @@ class Part(AlwaysServed):
 
 
 async def pipeline(folder: Path, rate: float, script: Any, *, groups: int) -> Any:
-    """The whole loop with a server that answers as the script says and a learner that learns nothing, until every group is stored."""
+    """The whole loop with a scripted server and a learner that does nothing, until every group is stored."""
     recipe = make_recipe(max_fault_rate=rate, concurrency=4, groups_per_step=groups, group_size=2, max_retries=1)
     recipe = recipe.but({"evaluation.heldout": 0, "evaluation.heldout_real": 0})
     policy = Journaled(folder / "j", script=script)
@@ -166,26 +166,26 @@ def dead(turn: int, episode: str) -> str:
     raise ServingError("connection refused")
 
 
-async def test_a_run_in_which_everything_fails_pauses_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_in_which_everything_fails_pauses_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
     with pytest.raises(ExceptionGroup) as error:
         await pipeline(tmp_path, 0.5, dead, groups=200)
     assert error.group_contains(
         InfrastructureError, match=r"the run pauses: \d+ of the newest \d+(.|\n)*generate ServingError: connection refused"
     )
-    assert len(json.loads((tmp_path / "stored").read_text())) < 20, "hundreds of groups are still to be made, after --resume"
+    assert len(json.loads((tmp_path / "stored").read_text())) < 20, "hundreds of groups remain for --resume"
 
 
 @pytest.mark.parametrize(("rate", "script"), [(1.0, dead), (0.5, say)], ids=["never", "sound"])
-async def test_a_run_goes_on_below_its_rate(tmp_path: Path, rate: float, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_continues_below_its_fault_rate(tmp_path: Path, rate: float, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
     with pytest.raises(asyncio.CancelledError):
         await pipeline(tmp_path, rate, script, groups=20)
     assert len(json.loads((tmp_path / "stored").read_text())) == 20
 
 
-async def test_what_a_shorter_run_ended_with_is_no_result_of_a_longer_one(tmp_path: Path) -> None:
-    """Resumed with more steps and stopped: it is not finished, and its summary has no rate of the weights in the middle."""
+async def test_the_result_of_a_shorter_run_is_not_that_of_a_longer_one(tmp_path: Path) -> None:
+    """Resumed with more steps and stopped: it is not finished, and its summary has no rate of intermediate weights."""
     rate = {"heldout": {"value": 1.0, "ci_low": 1.0, "ci_high": 1.0, "n": 1}}
     (tmp_path / "evaluations.json").write_text(json.dumps({"eval_4": rate, "after": rate}))
     with pytest.raises(asyncio.CancelledError):

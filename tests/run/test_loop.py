@@ -1,4 +1,4 @@
-"""Rollouts of the real loop across the death of the driver, and with tasks that are broken."""
+"""Rollouts of the real loop across the death of the driver, and with broken tasks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def journal(run: Path) -> list[dict[str, Any]]:
 
 
 def turns_kept(run: Path) -> list[int]:
-    """Finished turns of every episode of which there is a state. Files are replaced whole, so reading them needs no lock."""
+    """Finished turns of every episode with a checkpoint. Files are replaced atomically, so reading needs no lock."""
     bodies = [path.read_bytes() for path in (run / "running").glob("*/*.state")]
     return [codec.from_json(EpisodeState, zstandard.ZstdDecompressor().decompress(body)).turn_count for body in bodies]
 
@@ -78,7 +78,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_driver_costs_no_turn_that_was_finished(tmp_path: Path, backend: str) -> None:
+def test_a_killed_driver_loses_no_finished_turn(tmp_path: Path, backend: str) -> None:
     """Killed when every episode waits for its third turn, with two notes in its sandbox. The notes, their order and every token are
     those of before, although the process, its sandboxes and all memory are gone."""
     first = start(tmp_path, backend, 2)
@@ -89,7 +89,7 @@ def test_a_killed_driver_costs_no_turn_that_was_finished(tmp_path: Path, backend
     requests = Counter(line["request"] for line in journal(tmp_path) if "request" in line)
     assert len(groups) == 2 and len(requests) == 2 * 3 * 4 and set(requests.values()) == {1}, "no turn was sampled twice"
     if backend == "scripted":
-        assert sum("ran" in line for line in journal(tmp_path)) == 2 * 3 * 3, "no tool call was made twice"
+        assert sum("ran" in line for line in journal(tmp_path)) == 2 * 3 * 3, "no tool call was repeated"
     for episode in (scored.episode for group in groups for scored in group.scored):
         (trajectory,) = episode.trajectories
         assert (len(trajectory.turns), trajectory.inherited, episode.answer, episode.attempt) == (4, (), "done", 0)
@@ -99,12 +99,12 @@ def test_a_killed_driver_costs_no_turn_that_was_finished(tmp_path: Path, backend
         if backend != "scripted":
             notes = [turn.tool_results[0].output for turn in trajectory.turns[:2]]
             assert trajectory.turns[2].tool_results[0].output.split() == notes, "each program ran once, and its file is there"
-    assert list((tmp_path / "running").iterdir()) == [], "nothing is kept of groups that are stored"
+    assert list((tmp_path / "running").iterdir()) == [], "stored groups have no checkpoints"
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_run_ends_with_whole_episodes(tmp_path: Path) -> None:
-    """Killed again and again wherever it is; whatever the stored episodes hold was sampled under their names, once for each turn."""
+def test_a_driver_killed_at_any_moment_resumes_to_complete_episodes(tmp_path: Path) -> None:
+    """Killed repeatedly at random moments; every stored turn was sampled once under its episode's name."""
     for answers in (1, 5, 9, 14, 19):
         kill_when(start(tmp_path, "scripted", -1), lambda answers=answers: len(journal(tmp_path)) >= answers)  # type: ignore[misc]
     groups = finish(tmp_path, "scripted")
@@ -130,7 +130,7 @@ def test_a_damaged_state_costs_its_episode_and_no_other(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "running").iterdir()] == ["damaged-000001-2.state"]
 
 
-async def test_without_checkpoints_nothing_is_kept(tmp_path: Path) -> None:
+async def test_without_checkpoints_no_state_is_stored(tmp_path: Path) -> None:
     recipe, policy = make_recipe(checkpoint_turns=False), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         await loop._roll_out(run)
@@ -139,13 +139,13 @@ async def test_without_checkpoints_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def broken(index: int) -> Task | None:
-    """Tasks 1 and 3 are the same broken one, 2 cannot even be made."""
+    """Tasks 1 and 3 are the same broken one, 2 cannot be created."""
     if index == 2:
         raise TaskError("task 2 has no file", fix="write it")
     return replace(make_task(1), tools=("pyhton",)) if index in (1, 3) else None
 
 
-async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_broken_tasks_are_excluded_and_the_run_continues(tmp_path: Path) -> None:
     recipe, policy = make_recipe(groups_per_step=5, group_size=2), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
@@ -165,27 +165,27 @@ async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> 
     assert {index: reason for index, reason in dropped.items() if index in (1, 2, 3)} == dict.fromkeys((1, 2, 3), "broken_task")
 
 
-async def test_groups_whose_attempts_score_the_same_get_others_that_a_resumed_run_does_not_make_again(tmp_path: Path) -> None:
+async def test_groups_with_equal_scores_get_extra_groups_that_a_resumed_run_does_not_repeat(tmp_path: Path) -> None:
     recipe, policy = make_recipe(groups_per_step=2, extra_groups=3, group_size=2), Journaled(tmp_path / "journal.jsonl")
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
             await loop._roll_out(run)
-            assert run.store.indices() == (0, 1, 2, 3, 4), "every attempt is worth 1"
+            assert run.store.indices() == (0, 1, 2, 3, 4), "every attempt scores 1"
             tasks = [group.task_id for group in run.store.groups(range(5))]
             assert run.step_groups.consumed_indices(0, run.store) == range(5)
         assert tasks[:2] == ["task-0", "task-1"] and len(set(tasks)) == 5
         assert len(policy.prompts) == 4 * 10
 
 
-async def test_attempts_that_groups_go_on_without_are_counted_and_leave_nothing(tmp_path: Path) -> None:
-    """All score the same: of five attempts three begin, two decide, and the third is cancelled or came too late."""
+async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) -> None:
+    """All score the same: of five attempts three start, two decide, and the third is cancelled or too late."""
     recipe, policy = make_recipe(group_size=4, spare_attempts=1, stop_equal_after=2), Journaled(tmp_path / "journal.jsonl")
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
             await loop._roll_out(run)
             groups = run.store.groups(range(2))
             async with asyncio.timeout(20.0):
-                while run.running.groups():  # a thread may still write a state that nobody wants
+                while run.running.groups():  # a thread may still write an obsolete state
                     await asyncio.sleep(0.01)
     assert [(len(group.scored), len(group.episodes), len(group.cancelled)) for group in groups] == [(2, 2, 3)] * 2
     (tmp_path / "update.json").write_text("{}")
@@ -203,11 +203,11 @@ async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path
             await loop._roll_out(run)
         assert error.group_contains(TaskError, match=r"3 tasks are broken, 2 are allowed(.|\n)*task-\d: (.|\n)*--resume")
         for index in run.store.indices():
-            assert run.store.groups([index])[0].fault is not None, "what was found out is stored"
+            assert run.store.groups([index])[0].fault is not None, "the result is stored"
 
 
-async def test_a_run_that_ended_in_its_last_evaluation_needs_no_learner_to_go_on(tmp_path: Path) -> None:
-    """All steps were made and the driver died: there is nothing left to wait for."""
+async def test_a_run_stopped_in_its_last_evaluation_resumes_without_a_learner(tmp_path: Path) -> None:
+    """The driver died after the last step, so there is nothing to wait for."""
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("")), make_recipe(), Family()) as run:
         run.served = SimpleNamespace(version=run.recipe.steps)  # type: ignore[assignment]
         run.learner = LearnerProcess(tmp_path, run.recipe)
@@ -216,8 +216,8 @@ async def test_a_run_that_ended_in_its_last_evaluation_needs_no_learner_to_go_on
 
 
 @pytest.mark.bubblewrap
-async def test_a_resumed_run_keeps_what_is_running_and_forgets_what_is_stored(tmp_path: Path) -> None:
-    """The driver died between storing group 0 and forgetting its episodes; group 1 was still running."""
+async def test_a_resumed_run_keeps_checkpoints_of_running_groups_only(tmp_path: Path) -> None:
+    """The driver died after storing group 0, before removing its checkpoints; group 1 was still running."""
     _, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", ["rollout.checkpoint_turns=true", "rollout.branching={}"])
     recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap", "warm": 0})})
     start = RunStart(recipe=ROOT / "recipes" / "quickstart.py", folder=tmp_path / "run", overrides=())

@@ -1,4 +1,4 @@
-"""Sampling without a learner: what is made, kept and told of a policy's attempts, whole, interrupted, resumed, and with broken tasks."""
+"""Sampling without a learner: complete, interrupted, resumed, and with broken tasks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def submits(turn: int, episode: str) -> str:
 
 
 def asked(index: int) -> Task | None:
-    """Of easy, hard and hopeless tasks in turn; the sixth cannot be made."""
+    """Easy, hard and hopeless tasks in turn; the sixth cannot be created."""
     if index == 5:
         raise ValueError("no such task")
     return replace(make_task(index), data={"kind": ("easy", "hard", "hope\x1bless")[index % 3]})
 
 
 async def judge(task: Task, episode: Episode) -> Score:
-    """Hard tasks: the second attempt alone is right; later: those of the second group. The last attempt at the first task has no score."""
+    """Hard tasks: only the second attempt is right, later those of the second group. The last attempt at the first task is unscored."""
     attempt = episode.answer or ""
     if task.id == "task-0" and attempt == "2":
         return Score(value=None, reason="the judge abstains")
@@ -50,12 +50,12 @@ async def judge(task: Task, episode: Episode) -> Score:
 async def played(
     folder: Path, groups: int, *, stop_after: int | None = None, family: Any = asked, **rollout: Any
 ) -> tuple[sample.SampleResult, list[int]]:
-    """What there is after sampling, and which groups this call has made."""
+    """The result of sampling, and the groups that this call sampled."""
     policy = Journaled(folder / "journal", script=submits)
     recipe = make_recipe(max_retries=0, **rollout)
     steps = StepGroups.single_step(recipe.rollout)
     async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family(family), steps=steps) as run:
-        run.groups = replace(run.groups, score=judge)
+        run.groups = replace(run.groups, scorer=judge)
         made: list[int] = []
         told_of = run.tracker.progress
 
@@ -69,11 +69,11 @@ async def played(
         await sample.sample_groups(run, [index for index in range(groups) if not run.store.has(index)])
         found = sample.sample_result(run, groups)
         groups_kept = [run.store.groups([index])[0] for index in run.store.indices()]
-        assert len(select_demonstrations(groups_kept)) == found.totals.solved, "what can be imitated is what was told"
+        assert len(select_demonstrations(groups_kept)) == found.totals.solved, "the demonstrations match the report"
         return found, made
 
 
-async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
+async def test_each_task_is_attempted_and_reported_by_kind(tmp_path: Path) -> None:
     found, made = await played(tmp_path, 6)
     assert sorted(made) == list(range(6)) and found.requested == 6 and not found.unfinished
     easy, hard, hopeless, broken = (found.by_kind[kind] for kind in ("easy", "hard", "hope\x1bless", ""))
@@ -89,11 +89,11 @@ async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
     lines = read_json_lines(tmp_path / "episodes" / "train.jsonl")
     assert len(lines) == 15 and {line["split"] for line in lines} == {"train"}
     assert {line["kind"]: 1 for line in read_json_lines(tmp_path / "tasks.jsonl")}.keys() == {"easy", "hard", "hope\x1bless"}
-    assert learning_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows what each kind would teach"
+    assert learning_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows the spread of each kind"
 
 
-async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: Path) -> None:
-    """Interrupted after the second group of many: those in hand are finished, no others are begun."""
+async def test_resuming_samples_only_missing_groups_and_reports_all(tmp_path: Path) -> None:
+    """Interrupted after the second of many groups: running groups finish, and no others start."""
     first, made = await played(tmp_path, 12, stop_after=2, group_size=2, concurrency=2)
     assert first.unfinished and 2 <= len(made) < 12 and first.requested == 12
     again, then = await played(tmp_path, 12, group_size=2, concurrency=2)
@@ -103,7 +103,7 @@ async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: 
     assert len(read_json_lines(tmp_path / "episodes" / "train.jsonl")) == 2 * 13, "each attempt once; the broken task has none"
 
 
-async def test_what_a_person_is_told(tmp_path: Path) -> None:
+async def test_the_printed_summary(tmp_path: Path) -> None:
     found, _ = await played(tmp_path, 6)
     text = render_result(found, group_size=3)
     rows = {line.split()[0]: line.split() for line in text.splitlines()}
@@ -113,8 +113,8 @@ async def test_what_a_person_is_told(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found.as_json()))["by_kind"]["hard"]["rate"]["n"] == 2
 
 
-async def test_a_task_that_is_given_again_is_one_task_and_groups_without_a_preference_teach_nothing(tmp_path: Path) -> None:
-    """The first group of the task fails in all attempts, the second succeeds in all: nothing to learn from either."""
+async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_not_count(tmp_path: Path) -> None:
+    """All attempts of the first group fail, all of the second succeed: neither has a preference."""
 
     def same(index: int) -> Task:
         return replace(make_task(7), data={"kind": "later"})
@@ -134,8 +134,8 @@ async def test_a_task_that_is_given_again_is_one_task_and_groups_without_a_prefe
         ["tasks.weighting={}", "rollout.extra_groups=8"],
     ],
 )
-async def test_a_recipe_is_sampled_as_it_is(given: list[str], tmp_path: Path) -> None:
-    """Whatever it says of steps: all groups are of one, so that each has the next task and nothing to read of those before."""
+async def test_a_recipe_is_sampled_unchanged(given: list[str], tmp_path: Path) -> None:
+    """All groups belong to one step, whatever the recipe says, so each has the next task."""
     recipe = apply_overrides(make_recipe().but("steps=16", "rollout.groups_per_step=8"), given)
     policy = Journaled(tmp_path / "journal", script=submits)
     steps = StepGroups.single_step(recipe.rollout)
@@ -144,25 +144,25 @@ async def test_a_recipe_is_sampled_as_it_is(given: list[str], tmp_path: Path) ->
         assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
 
 
-def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
+def test_more_groups_may_be_requested_but_not_fewer(tmp_path: Path) -> None:
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT_GROUPS, 5)
     (tmp_path / sample.SAMPLE_FILE).write_text('{"groups": 8}')
     assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
-    with pytest.raises(UserError, match="8 groups were asked for before") as error:
+    with pytest.raises(UserError, match="an earlier command requested 8 groups") as error:
         sample._asked(tmp_path, 7)
     assert "--groups 8 or more" in error.value.fix
 
 
-def test_neither_command_goes_on_with_what_the_other_has_made(tmp_path: Path) -> None:
+def test_neither_command_continues_a_folder_of_the_other(tmp_path: Path) -> None:
     for folder, verb in ((tmp_path / "s", "sample"), (tmp_path / "t", "train"), (tmp_path / "e", "eval")):
         write_start(folder, RECIPE, RunStart(recipe=Path("r.py"), folder=folder, verb=verb, overrides=()))
         check_same_command(folder, verb)
         go_on = json.loads((folder / "run.json").read_text())["resume"]
         assert go_on is None if verb == "eval" else f"agentrl {verb} r.py" in go_on and go_on.endswith("--resume")
         for other in {"sample", "train"} - {verb}:
-            with pytest.raises(UserError, match=rf"holds what `agentrl {verb}` made") as error:
+            with pytest.raises(UserError, match=rf"was created by `agentrl {verb}`") as error:
                 check_same_command(folder, other)
             assert f"agentrl {verb}" in error.value.fix
     (tmp_path / "t" / "run.json").write_text('{"overrides": []}')
-    with pytest.raises(UserError, match="holds what `agentrl train` made"):
+    with pytest.raises(UserError, match="was created by `agentrl train`"):
         check_same_command(tmp_path / "t", "sample")

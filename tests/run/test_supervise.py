@@ -1,4 +1,4 @@
-"""Restarts of the learner are counted; what a run cannot restart is shown when it does not answer, and when it does again."""
+"""Restarts of the learner are counted; external parts are reported when they stop answering, and when they answer again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.testing.clock import run_virtually
 from tests.waiting import until
 
 
-async def test_a_daemon_that_falls_silent_is_shown_once_and_so_is_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_daemon_is_reported_once_and_so_is_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/daemon.sock")
     monkeypatch.setattr(supervise, "_PING_S", 0.02)
     monkeypatch.setattr(docker_client.daemon_answers, "__defaults__", (0.1,))
@@ -30,7 +30,7 @@ async def test_a_daemon_that_falls_silent_is_shown_once_and_so_is_its_return(tmp
         while not ended.is_set():
             link, _ = door.accept()
             if silent.is_set():
-                held.append(link)  # it takes connections and gives no answer
+                held.append(link)  # accepts connections but never answers
                 continue
             link.recv(1024)
             link.sendall(b"HTTP/1.0 200 OK\r\n\r\nOK")
@@ -57,7 +57,7 @@ async def test_a_daemon_that_falls_silent_is_shown_once_and_so_is_its_return(tmp
 
 
 class Learner:
-    """A learner that publishes some versions in each life, and then fails."""
+    """A learner that publishes some versions after each start, then fails."""
 
     def __init__(self, registry: Registry, lives: list[int], *, fails: type[LearnerError] = LearnerError) -> None:
         self.registry, self.lives, self.fails, self.started = registry, lives, fails, 0
@@ -92,15 +92,15 @@ def watched(lives: list[int], **options: Any) -> tuple[Learner, list[str], Excep
     return learner, alerts, None
 
 
-def test_a_learner_that_makes_steps_may_fail_as_often_as_it_does() -> None:
+def test_a_learner_that_makes_progress_may_fail_any_number_of_times() -> None:
     learner, alerts, error = watched([1, 2, 0, 0, 1, 0, 0, 1, 5, 1])
     assert error is None and learner.started == 11
     assert [alert.rpartition("restart ")[2].split()[0] for alert in alerts] == list("1123123111")
 
 
 @pytest.mark.parametrize("lives", [[0] * 9, [5, *[0] * 9], [3, -2, 2, -2, 2, 0, 0]])
-def test_a_learner_that_gets_no_further_is_given_up(lives: list[int]) -> None:
-    """In the last case it goes back to a checkpoint and fails at the same step each time."""
+def test_a_learner_without_progress_is_given_up(lives: list[int]) -> None:
+    """In the last case it returns to a checkpoint and fails at the same step each time."""
     learner, alerts, error = watched(lives)
     assert error is not None and len(alerts) == learner.started - 1
     assert "restart 3 of at most 3 without a new version" in alerts[-1]
@@ -111,7 +111,7 @@ def test_a_learner_that_halts_is_not_restarted() -> None:
     assert isinstance(error, LearnerHalted) and learner.started == 1 and alerts == ["halted: life 1"]
 
 
-def test_a_server_elsewhere_that_falls_silent_is_shown_once_and_so_is_its_return() -> None:
+def test_a_silent_external_server_is_reported_once_and_so_is_its_return() -> None:
     alerts: list[str] = []
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""What is made up for when a run goes on whose driver died between a swap and the end of its step."""
+"""A resumed run completes the step of a driver that died between a swap and the step's end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def version(number: int) -> PolicyVersion:
 
 
 @pytest.mark.parametrize(("known", "every", "evaluated"), [({1}, 2, ["step2"]), ({1, 2}, 2, []), ({1}, 3, []), (set(), 2, ["step2"])])
-async def test_an_evaluation_that_was_under_way_is_made_again(
+async def test_an_interrupted_evaluation_is_repeated(
     known: set[int], every: int, evaluated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: dict[int, dict[str, float]] = {number: {} for number in known}
@@ -52,7 +52,7 @@ async def test_an_evaluation_that_was_under_way_is_made_again(
 
 
 @pytest.mark.parametrize("made_here", [True, False])
-async def test_a_step_has_the_lag_of_the_loop_if_this_driver_made_it(made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.measure, "step_metrics", lambda *_, **__: {})
     monkeypatch.setattr(versions.measure, "keep_left_out", lambda *_: None)
     nothing = SimpleNamespace(figures=dict, suspects=dict)

@@ -1,4 +1,4 @@
-"""`python -m tests.session.full_disk_script FOLDER light|torch`: what each writer of a run says on a disk without a byte left, as JSON.
+"""`python -m tests.session.full_disk_script FOLDER light|torch`: the error of each writer of a run on a full disk, as JSON.
 
 Run by `tests/session/test_full_disk.py` with FOLDER on a small file system of its own.
 """
@@ -35,7 +35,7 @@ def fill(folder: Path) -> None:
 
 
 def group(index: int) -> Group:
-    message = os.urandom(8000).hex()  # nothing that compresses
+    message = os.urandom(8000).hex()  # incompressible
     return excluded_group(index, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=message), size=1)
 
 

@@ -1,4 +1,4 @@
-"""The recipe's chat template in place of the model's own: in the run, in its versions and in what it makes."""
+"""The recipe's chat template replaces the model's own: in the run, its versions and its export."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ RECIPE = Recipe(name="x", policy=PolicyConfig(model=str(MODEL)), tasks=TasksConf
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """The base policy without a template of its own."""
+    """The base policy without a template."""
     folder = Path(shutil.copytree(MODEL, tmp_path / "bare"))
     (folder / "chat_template.jinja").unlink()
     return folder
 
 
-def test_a_word_that_does_not_exist_is_refused_first(tmp_path: Path) -> None:
+def test_an_unknown_template_name_fails_first(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"chat template 'herms' is neither one that ships \(hermes, chatml, llama3, .*\)"):
         run_preflight(RECIPE.but("policy.chat_template=herms", "policy.model=absent"), tmp_path, root=tmp_path)
 
 
-def test_a_form_of_calls_that_nothing_reads_is_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"policy\.tool_format=hermse: unknown form of tool calls\n  fix: use one of hermes, qwen3_coder"):
+def test_an_unknown_tool_format_fails_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"policy\.tool_format=hermse: there is no reader for it\n  fix: known are hermes, qwen3_coder"):
         run_preflight(RECIPE.but("policy.tool_format=hermse", "policy.model=absent"), tmp_path, root=tmp_path)
     assert open_chat(MODEL, policy=RECIPE.policy).tool_format == "hermes"
     with pytest.raises(UserError, match="policy.rewritten_context=restart has no effect"):
@@ -48,11 +48,11 @@ def test_a_form_of_calls_that_nothing_reads_is_refused_first(tmp_path: Path) -> 
 def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no chat template.*\n  fix: set policy\.chat_template"):
         find_model("bare", tmp_path)
-    with pytest.raises(UserError, match="'f'"):  # the template was no hindrance; the family is
+    with pytest.raises(UserError, match="'f'"):  # the template passed; the family fails
         run_preflight(RECIPE.but({"policy.model": "bare", "policy.chat_template": "hermes"}), tmp_path, root=tmp_path)
 
 
-def test_a_run_that_has_begun_does_not_look_for_its_template_again(bare: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_read_its_template_again(bare: Path, tmp_path: Path) -> None:
     recipe = RECIPE.but({"policy.model": "bare", "policy.chat_template": "gone.jinja"})
     with pytest.raises(UserError, match=r"chat template 'gone\.jinja' is neither"):
         run_preflight(recipe, tmp_path, root=tmp_path)
@@ -91,7 +91,7 @@ class First(TaskFamily):
         return self._task
 
 
-def test_a_first_task_that_the_template_does_not_take_is_told_before_the_start() -> None:
+def test_a_template_that_rejects_the_first_task_fails_before_the_start() -> None:
     task = Tables(seed=0).task(Split.TRAIN, 0)
     chat = open_chat(MODEL, read_template("chatml", Path()))
     with pytest.raises(UserError, match="with tools: TemplateError: chatml shows no tools to a model; use hermes"):

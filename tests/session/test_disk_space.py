@@ -1,4 +1,4 @@
-"""A run says before it starts what it will keep on its disk."""
+"""A run reports the disk space that it needs before it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def model_of(folder: Path, *shapes: tuple[int, ...]) -> Path:
-    """A model folder of headers alone."""
+    """A model folder with headers only."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for number, shape in enumerate(shapes):
         size = 4 * math.prod(shape)
@@ -35,14 +35,14 @@ def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
 
 
-def test_what_a_135m_model_needs_is_said_and_a_small_one_is_not_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_disk_need_is_reported_and_a_small_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, run = model_of(tmp_path / "m", (135_000, 1000)), tmp_path / "run"
     found = required_disk_space(RECIPE, model)
     assert (found.version, found.checkpoint, found.base) == (540_000_000, 2_160_000_000, 540_000_000)
     assert found.total == 2 * 540_000_000 + 5 * 540_000_000 + 3 * 2_160_000_000
     free(monkeypatch, 100 * GIB)
     (note,) = check_disk_space(RECIPE, model, run)
-    assert note.startswith("the run keeps up to 9.6 GiB") and "3 checkpoints of 2.0 GiB" in note and "fix" not in note
+    assert note.startswith("the run stores up to 9.6 GiB") and "3 checkpoints of 2.0 GiB" in note and "fix" not in note
     free(monkeypatch, 5 * GIB)
     (note,) = check_disk_space(RECIPE, model, run)
     assert "needs up to 9.6 GiB" in note and "5.0 GiB are free" in note and "lower learner.keep_checkpoints" in note
@@ -53,7 +53,7 @@ def test_what_a_135m_model_needs_is_said_and_a_small_one_is_not_worth_it(tmp_pat
     assert check_disk_space(RECIPE, model_of(tmp_path / "small", (1000, 1000)), run) == ()
 
 
-def test_a_resumed_run_replaces_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_reuses_its_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, run = model_of(tmp_path / "m", (1000, 1000)), tmp_path / "run"
     (run / "checkpoints" / "000001").mkdir(parents=True)
     with (run / "checkpoints" / "000001" / "state").open("wb") as file:

@@ -1,4 +1,4 @@
-"""One error, one cause, in a few lines, and the traceback where it can be read."""
+"""One error with one cause in a few lines; the traceback is in the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_bug_in_a_run_is_one_line_with_its_place_and_the_log_has_the_rest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_in_a_run_is_one_line_with_its_location_and_the_log_has_the_traceback(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = ExceptionGroup("unhandled errors in a TaskGroup", [raised(KeyError("lost"))])
     assert report_error(error, folder=run, go_on="agentrl train r.py --resume") == 1
     told = capsys.readouterr().err
@@ -46,14 +46,14 @@ def test_a_bug_in_a_run_is_one_line_with_its_place_and_the_log_has_the_rest(run:
 def test_without_a_run_folder_a_bug_shows_its_traceback_and_ours_never_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(raised(KeyError("lost"))) == 1
     assert "Traceback" in capsys.readouterr().err
-    assert report_error(raised(KeyError("lost")), folder=tmp_path) == 1, "no logs/ in it: the run has not begun"
+    assert report_error(raised(KeyError("lost")), folder=tmp_path) == 1, "without logs/ the run has not started"
     assert "Traceback" in capsys.readouterr().err
     for error, code in ((UserError("wrong", fix="right"), 2), (StoreError("damaged"), 1), (FULL, 1)):
         assert report_error(raised(error)) == code
         assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_the_system_refuses_is_one_line_and_no_name_reaches_the_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_os_error_is_one_line_and_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(raised(OSError(errno.ENAMETOOLONG, "File name too long", "runs/a"))) == 1
     assert report_error(raised(UserError("no run folder a\x1b[31m\tb\u202e", fix="give\r one"))) == 2
     told = capsys.readouterr().err
@@ -61,7 +61,7 @@ def test_what_the_system_refuses_is_one_line_and_no_name_reaches_the_terminal_ra
     assert "a\ufffd[31m" in told and told.count("\n") == 3 and all(one.isprintable() or one == "\n" for one in told)
 
 
-def test_a_full_disk_is_told_as_that_whatever_it_broke_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_whatever_failed_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         try:
             raise FULL
@@ -71,7 +71,7 @@ def test_a_full_disk_is_told_as_that_whatever_it_broke_first(run: Path, capsys: 
         assert report_error(ExceptionGroup("g", [LearnerError("gone too"), error]), folder=run, go_on="again") == 1
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith(f"failed: the disk of {run} is full (") and "experience store" in told[0]
-    assert told[1] == "  fix: free space there; what was finished is kept" and told[2] == "  continue with: again"
+    assert told[1] == "  fix: free space there; finished work is kept" and told[2] == "  continue with: again"
     assert len(told) == 4
 
 
@@ -83,7 +83,7 @@ def test_a_full_disk_is_told_as_that_whatever_it_broke_first(run: Path, capsys: 
         LearnerError(""),
     ],
 )
-def test_what_fails_beside_a_full_disk_is_put_down_to_it(
+def test_failures_next_to_a_full_disk_are_attributed_to_it(
     error: Exception, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report_error(error, folder=run, go_on="again")
@@ -93,11 +93,11 @@ def test_what_fails_beside_a_full_disk_is_put_down_to_it(
     report_error(error, folder=run, go_on="again")
     told = capsys.readouterr().err.splitlines()
     cause = first[0].removeprefix("failed: ")
-    assert told[0] == f"failed: the disk of {run} is full (15 MiB free), which is likely why: {cause or 'LearnerError'}"
-    assert told[1:3] == ["  fix: free space there; what was finished is kept", "  continue with: again"] and len(told) == 4
+    assert told[0] == f"failed: the disk of {run} is full (15 MiB free), which is the likely cause: {cause or 'LearnerError'}"
+    assert told[1:3] == ["  fix: free space there; finished work is kept", "  continue with: again"] and len(told) == 4
 
 
-async def test_errors_on_the_way_out_never_take_the_place_of_the_first(run: Path) -> None:
+async def test_errors_on_closing_never_replace_the_first(run: Path) -> None:
     async def closed_badly() -> None:
         raise FULL
 
@@ -111,8 +111,8 @@ async def test_errors_on_the_way_out_never_take_the_place_of_the_first(run: Path
                     raise StoreError("the second")  # noqa: B904
                 raise
     log = (run / "logs" / "driver.log").read_text()
-    assert "a further error, in the summary and the report" in log and "StoreError: the second" in log
-    assert "a further error, in closing what was open" in log and "No space left" in log
+    assert "a further error in the summary and the report" in log and "StoreError: the second" in log
+    assert "a further error while closing" in log and "No space left" in log
 
 
 async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +130,7 @@ async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run
         "sandboxes may be left behind (agentrl sandbox prune removes them): SandboxError: Docker daemon: connection refused" in caplog.text
     )
     log = (run / "logs" / "driver.log").read_text()
-    assert "in closing what was open" in log and "Traceback" in log
+    assert "while closing" in log and "Traceback" in log
 
     async with close_after(closed_badly):
         closed.append("made")
@@ -140,7 +140,7 @@ async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run
             raise KeyError("the first")
 
 
-async def test_a_person_who_does_not_wait_for_closing_is_obeyed(run: Path) -> None:
+async def test_an_interrupt_during_closing_is_raised(run: Path) -> None:
     async def never() -> None:
         await asyncio.sleep(3600)
 
@@ -161,13 +161,13 @@ def test_a_step_that_no_result_depends_on_is_a_warning(run: Path, caplog: pytest
     assert "the report: KeyError: 'a template'" in caplog.text and "Traceback" in (run / "logs" / "driver.log").read_text()
 
 
-def test_a_person_who_stopped_it_is_no_error() -> None:
+def test_a_user_interrupt_is_not_an_error() -> None:
     assert ended_by_user(KeyboardInterrupt()) and ended_by_user(BaseExceptionGroup("g", [asyncio.CancelledError(), KeyboardInterrupt()]))
     assert not ended_by_user(BaseExceptionGroup("g", [asyncio.CancelledError(), KeyError()]))
 
 
-def test_a_learner_s_reason_crosses_to_its_driver_typed(tmp_path: Path) -> None:
-    """Two ranks: the one that refused says why, the other only that it lost its peer, and said so first."""
+def test_a_learners_error_reaches_the_driver_with_its_type(tmp_path: Path) -> None:
+    """Two ranks: the failing one reports the reason; the other reports first, but only that it lost its peer."""
     box = Mailbox()
     assert box.best() is None
     refusal = ExitReason(kind="user", message="no model", fix="take another")
@@ -183,7 +183,7 @@ def test_a_learner_s_reason_crosses_to_its_driver_typed(tmp_path: Path) -> None:
     assert box.best() is None
 
 
-def test_a_word_too_long_is_cut_and_rubbish_is_passed_over(tmp_path: Path) -> None:
+def test_long_reasons_are_cut_and_invalid_ones_ignored(tmp_path: Path) -> None:
     box = Mailbox()
     send_exit_reason(box.address, ExitReason.from_error(ValueError("x" * 10**6)))
     with Path(box.address).open("ab") as file:

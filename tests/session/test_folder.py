@@ -1,4 +1,4 @@
-"""Which folder a run gets, whether a resumed run is the same run, and the command that goes on with it."""
+"""The folder of a run, whether a resumed run is the same run, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_a_fresh_run_gets_the_first_free_folder_and_resume_the_last_that_holds_o
         hold_run(tmp_path / name)
     assert folder_for(tmp_path) == tmp_path / "q-3"
     (tmp_path / "q-3").mkdir()
-    (tmp_path / "q-3" / DRIVER).write_text("")  # of one that was stopped before it started
+    (tmp_path / "q-3" / DRIVER).write_text("")  # from a run that was stopped before its start
     assert folder_for(tmp_path, resume=True) == tmp_path / "q-2"
     assert folder_for(tmp_path) == tmp_path / "q-3"
 
 
-def test_a_finished_run_is_finished_under_its_own_recipe_alone(tmp_path: Path) -> None:
-    """Else `--resume` starts a server, evaluates and exports everything a second time."""
+def test_a_run_is_finished_only_under_its_own_recipe(tmp_path: Path) -> None:
+    """Otherwise `--resume` would start a server, evaluate and export everything again."""
     hold_run(tmp_path)
     assert finished_summary(tmp_path, RECIPE) is None, "the driver was killed"
     sessions.record_end(tmp_path, "finished")
@@ -90,7 +90,7 @@ def test_resume_needs_a_run_and_makes_no_folder(tmp_path: Path) -> None:
         folder_for(tmp_path, wanted=tmp_path / "empty", resume=True)
 
 
-def test_a_resumed_run_has_its_overrides_again_and_says_what_changes(tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_its_overrides_and_reports_changes(tmp_path: Path) -> None:
     hold_run(tmp_path, ["steps=24", "learner.lr=1e-3", "critic={}", "objective.advantage=gae"])
     before = recorded_overrides(tmp_path)
     assert check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(before))) == []
@@ -101,7 +101,7 @@ def test_a_resumed_run_has_its_overrides_again_and_says_what_changes(tmp_path: P
     assert "steps" in error.value.fix and "docs/" not in str(error.value)
 
 
-def test_a_damaged_record_of_the_start_is_told(tmp_path: Path) -> None:
+def test_a_damaged_start_record_is_reported(tmp_path: Path) -> None:
     assert recorded_overrides(tmp_path) == ()
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"run\.json is damaged"):
@@ -112,7 +112,7 @@ HARD = ['tasks.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name
 
 
 def test_the_resume_command_is_the_one_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell takes it apart into what was given, --resume added."""
+    """A shell splits it into the given arguments plus --resume."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/agentrl", "train"])
     start = RunStart(recipe=Path("my recipes/r.py"), folder=tmp_path / "a run", overrides=tuple(HARD))
     words = shlex.split(start.command(resume=True))
@@ -138,7 +138,7 @@ OVERRIDES = st.lists(KEYS.flatmap(lambda key: st.sampled_from([f"{key}={value}" 
 
 
 @given(OVERRIDES, OVERRIDES)
-def test_merged_overrides_mean_what_both_mean_one_after_the_other(earlier: list[str], later: list[str]) -> None:
+def test_merged_overrides_equal_both_in_sequence(earlier: list[str], later: list[str]) -> None:
     frame = ["objective.advantage=gae", "critic={}"]
     one_by_one = apply_overrides(RECIPE, [*frame, *earlier, *later])
     assert apply_overrides(RECIPE, list(merge_overrides([*frame, *earlier], later))) == one_by_one
@@ -146,7 +146,7 @@ def test_merged_overrides_mean_what_both_mean_one_after_the_other(earlier: list[
 
 
 def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every key that has a value of its own, sections by name included under the name `x`."""
+    """Every key with a value; named sections have the name `x`."""
     for name, found in kind.model_fields.items():
         inner, several = section_of(found.annotation), named_section_of(found.annotation)
         if inner is not None or several is not None:
@@ -176,7 +176,7 @@ def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
         assert free != decides, f"{key}: is it resumable ({free}), or does it decide what a run learns ({decides})?"
 
 
-def test_what_helps_a_slow_server_may_change_on_a_resume(tmp_path: Path) -> None:
+def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> None:
     hold_run(tmp_path)
     faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.max_retries=5"]
     assert len(check_resumed_recipe(tmp_path, apply_overrides(RECIPE, faster))) == 4
@@ -185,7 +185,7 @@ def test_what_helps_a_slow_server_may_change_on_a_resume(tmp_path: Path) -> None
     assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
 
 
-def test_servers_of_judges_may_be_given_more_but_not_other_weights(tmp_path: Path) -> None:
+def test_judge_servers_may_get_more_resources_but_not_other_weights(tmp_path: Path) -> None:
     recipe = apply_overrides(RECIPE, ['judge_servers.small={"model": "m"}'])
     hold_run(tmp_path, recipe=recipe)
     assert check_resumed_recipe(tmp_path, apply_overrides(recipe, ["judge_servers.small.threads=2"])) == [

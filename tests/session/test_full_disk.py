@@ -1,4 +1,4 @@
-"""A real full disk: a small tmpfs in a mount namespace of the test's own."""
+"""A real full disk: a small tmpfs in its own mount namespace."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def said(folder: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.bubblewrap  # user namespaces
-def test_every_writer_of_a_run_says_that_the_disk_is_full(tmp_path: Path) -> None:
+def test_every_writer_of_a_run_reports_a_full_disk(tmp_path: Path) -> None:
     found = said(tmp_path, "light")
-    assert set(found) >= {"store", "metrics", "summary", "registry", "failures"}, "closing may find a last byte"
+    assert set(found) >= {"store", "metrics", "summary", "registry", "failures"}, "closing may still find space"
     assert all(full for _, _, full in found.values()), found
     assert found["store"][0] == "StoreError" and "the disk is full" in found["store"][1]
     assert found["failures"][0] == "DiskFull"
@@ -34,8 +34,8 @@ def test_every_writer_of_a_run_says_that_the_disk_is_full(tmp_path: Path) -> Non
 
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-def test_what_the_learner_saves_with_says_so_too(tmp_path: Path) -> None:
-    """torch's writer knows no reason: a checkpoint that did not fit was told as a page of its C++."""
+def test_the_learners_checkpoint_writer_reports_a_full_disk(tmp_path: Path) -> None:
+    """torch's writer reports no reason: a checkpoint that did not fit became a C++ stack trace."""
     assert {name: (kind, text) for name, (kind, text, _) in said(tmp_path, "torch").items()} == dict.fromkeys(
         ("torch.save", "safetensors"), ("DiskFull", "no room to write it")
     )

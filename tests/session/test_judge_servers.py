@@ -1,6 +1,6 @@
-"""The judges' servers of a run: started, waited for, started again when they die, ended; and what a recipe may not say of them.
+"""The judges' servers of a run: start, wait, restart and stop, and the checks of a recipe.
 
-In place of vLLM a few lines of Python answer; tests/serving/test_judge_server.py has the real one.
+A small Python server replaces vLLM; tests/serving/test_judge_server.py tests the real one.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_server_that_dies_is_started_again_and_its_judges_wait(tmp_path: Path) -> None:
+async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) -> None:
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
     known = servers.registered_servers()["small"]
     async with running_judge_servers(recipe(max_restarts=1), {"small": Path("m")}, folder=tmp_path) as running:
-        assert (await judge(TASK, episode())).value == 1.0, "asked before the server was up"
+        assert (await judge(TASK, episode())).value == 1.0, "requested before the server was up"
         await running.ready()
         first = running.pid("small")
         assert first is not None
@@ -96,7 +96,7 @@ async def test_a_server_that_dies_is_started_again_and_its_judges_wait(tmp_path:
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_one_that_cannot_be_started_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_cannot_start_fails_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", "raise SystemExit('no such model')"])
     async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
         with pytest.raises(ServingError, match="the judge's server small ended with code 1"):
@@ -106,7 +106,7 @@ async def test_one_that_cannot_be_started_ends_the_start(tmp_path: Path, monkeyp
         await asyncio.wait_for(none.ready(), 1)
 
 
-def test_what_a_recipe_says_of_its_judges_is_checked(tmp_path: Path) -> None:
+def test_judge_servers_of_a_recipe_are_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(UserError, match=r"judge_servers\.small\.model: .* lacks"):
         declare_judge_servers(recipe(), {"small": tmp_path})

@@ -21,8 +21,8 @@ def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> 
     return Group(index=index, task_id="t", task_key="k", episodes=scored, cancelled=cancelled)
 
 
-def test_what_groups_went_on_without_is_counted_beside_what_they_have() -> None:
-    assert cancelled_metrics([group(0, 1.0), group(1, 1.0)]) == {}, "a run without further attempts has no such figures"
+def test_cancelled_attempts_are_counted_next_to_the_others() -> None:
+    assert cancelled_metrics([group(0, 1.0), group(1, 1.0)]) == {}, "a run without cancelled attempts has no such metrics"
     slow = Cancelled(episode_id="a", reason="spare", turns=2, tokens=300, wall_s=9.0)
     lazy = Cancelled(episode_id="b", reason="spare", turns=0, tokens=0, wall_s=5.0)
     idle = Cancelled(episode_id="c", reason="equal", begun=False)
@@ -37,8 +37,8 @@ def test_what_groups_went_on_without_is_counted_beside_what_they_have() -> None:
     }
 
 
-async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_else(tmp_path: Path) -> None:
-    assert judge_costs(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such figures, and no ledger"
+async def test_judge_costs_are_reported_and_a_damaged_ledger_is_logged(tmp_path: Path) -> None:
+    assert judge_costs(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such metrics and no ledger"
     with ChatServer([ScriptedAnswer(RIGHT), ScriptedAnswer("I am sorry.")]) as server:
         for name in ("one", "other"):
             priced = endpoint(server.url, model=name, prices=Prices(prompt=1e6, completion=1e6))

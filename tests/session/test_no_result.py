@@ -1,4 +1,4 @@
-"""Runs in which nothing is scored, or nothing can be learned: the real loop, groups, verifiers and batches around a scripted policy."""
+"""Runs without scores or learning signal: the real loop, groups, verifiers and batches with a scripted policy."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def judged_by(verifier: Callable[..., Any], **changes: Any) -> Family:
 
 
 async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> Summary:
-    """One step of two groups, with the figures that the learner's batch gives; then the run's summary."""
+    """One step of two groups with the metrics of the learner's batch; then the run's summary."""
     recipe = make_recipe(checkpoint_turns=False, max_retries=0)
     async with opened(folder, Journaled(folder / "journal.jsonl"), sandboxes, recipe, family) as run:
-        run.groups = replace(run.groups, score=TaskScorer())
+        run.groups = replace(run.groups, scorer=TaskScorer())
         await loop._roll_out(run)
         groups = run.store.groups(range(2))
         made = assemble(0, groups, recipe)
@@ -107,7 +107,9 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
     ],
     ids=["verifier gives text", "verifier raises", "groups never differ", "all quarantined", "no sandbox opens"],
 )
-async def test_a_run_without_a_result_says_why(tmp_path: Path, family: Family, dead: bool, left_out: dict[str, int], problem: str) -> None:
+async def test_a_run_without_a_result_reports_why(
+    tmp_path: Path, family: Family, dead: bool, left_out: dict[str, int], problem: str
+) -> None:
     summary = await one_step(tmp_path, family, Dead(printing("3")) if dead else ScriptedSandboxes(printing("3")))
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert line.get("reward_mean") == (None if left_out else 1.0), "no score is not zero"
@@ -119,7 +121,7 @@ async def test_a_run_without_a_result_says_why(tmp_path: Path, family: Family, d
         assert kept["step"] == 1 and [len(ids) for ids in kept["left_out"].values()] == [6]
 
 
-async def test_a_step_that_is_made_again_is_counted_once(tmp_path: Path) -> None:
+async def test_a_repeated_step_is_counted_once(tmp_path: Path) -> None:
     await one_step(tmp_path, judged_by(in_words), ScriptedSandboxes(printing("3")))
     (tmp_path / "experience.sqlite").unlink()
     summary = await one_step(tmp_path, judged_by(broken_for_all), ScriptedSandboxes(printing("3")))
@@ -128,10 +130,10 @@ async def test_a_step_that_is_made_again_is_counted_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("phase", ["before", "after"])
 async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: str) -> None:
-    """Before training it ends the run; later it must not cost what was learned, so it is told and the run goes on to its end."""
+    """Before training it ends the run; later it must not discard the training, so it is reported and the run continues."""
     recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 3, "evaluation.heldout_real": 0})
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
-        run.groups = replace(run.groups, score=TaskScorer())
+        run.groups = replace(run.groups, scorer=TaskScorer())
         run.registry = Registry()  # type: ignore[assignment]
         told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier returned str"
         if phase == "before":
@@ -141,7 +143,7 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
             assert await held_out.evaluate_served(run, phase, step=0) == {}
     saved = json.loads((tmp_path / "evaluations.json").read_text())[phase]["heldout"]
     assert "value" not in saved and saved["left_out"] == 3 and list(saved["left_out_reasons"].values()) == [3]
-    assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they can be read"
+    assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they are readable"
     summary = measure.summarize(tmp_path, recipe, {}, backend="scripted", interrupted=False)
     assert summary.heldout_before is None and summary.heldout_after is None
     (problem,) = summary.problems
@@ -153,15 +155,15 @@ class Registry:
         assert evals == {}
 
 
-async def test_an_evaluation_that_is_complete_is_not_made_again(tmp_path: Path) -> None:
-    """Of the same weights, under the same settings. A stop in the first step would repeat the one before training."""
+async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
+    """With the same weights and settings. Otherwise a stop in the first step would repeat the one before training."""
     recipe = make_recipe(max_retries=0).but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
 
     async def evaluated(**changes: Any) -> int:
         policy = Journaled(tmp_path / "j")
         now = recipe.but({name: value for name, value in changes.items() if "." in name})
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), now, judged_by(same_for_all)) as run:
-            run.groups = replace(run.groups, score=TaskScorer())
+            run.groups = replace(run.groups, scorer=TaskScorer())
             run.registry = Rates()  # type: ignore[assignment]
             run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
             before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0
@@ -171,7 +173,7 @@ async def test_an_evaluation_that_is_complete_is_not_made_again(tmp_path: Path) 
 
     assert await evaluated() > 0
     assert await evaluated() == 0
-    assert await evaluated(**{"evaluation.every": 2}) == 0, "which is not about this one"
+    assert await evaluated(**{"evaluation.every": 2}) == 0, "which belongs to another run"
     assert await evaluated(sha256="b" * 64) > 0, "other weights"
     assert await evaluated(**{"sha256": "b" * 64, "evaluation.heldout": 4}) > 0, "other settings"
 
@@ -183,9 +185,7 @@ class Rates:
         self.rates = evals
 
 
-async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(max_retries=0)
 
     @asynccontextmanager
@@ -218,13 +218,11 @@ async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_c
     assert not any("ended early" in problem for problem in summary.problems)
 
 
-async def test_a_start_that_fails_before_it_begins_says_nothing_of_the_driver_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_start_does_not_change_the_record_of_the_earlier_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise InfrastructureError("no sandboxes")
 
-    sessions.record_start(tmp_path)  # and was killed
+    sessions.record_start(tmp_path)  # killed
     monkeypatch.setattr(loop, "open_run", fails)
     start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(InfrastructureError):

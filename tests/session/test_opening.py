@@ -21,7 +21,7 @@ def test_a_run_gets_as_many_servers_as_its_recipe_says_each_with_its_gpu(tmp_pat
     assert [(one._gpus, one._name) for one in several._replicas] == [("4", "0"), ("5", "1"), ("6", "2")]
 
 
-async def test_one_death_of_a_daemon_under_rollouts_and_the_gates_attempts_does_not_pause_a_run() -> None:
+async def test_one_daemon_death_under_rollouts_and_gate_does_not_pause_a_run() -> None:
     recipe = make_recipe().but({"rollout.concurrency": 64, "gate.suite": "evals/x", "gate.server": "own"})
     faults, died = fault_rate(recipe), Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="lost", message="the daemon died")
     watching = asyncio.create_task(faults.watch())

@@ -1,4 +1,4 @@
-"""The usual pace of a server outlives the driver: after a resume a slow server does not count as usual."""
+"""The usual pace of a server survives the driver: after a resume, a slow server does not count as usual."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_resumed_run_compares_the_server_with_the_whole_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", ["serving.threads", "serving.max_num_seqs"])
-def test_settings_that_change_the_pace_begin_a_new_history(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_change_the_pace_start_a_new_history(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
     begun(tmp_path)
     other = RECIPE.but({key: 7})
     with caplog.at_level(logging.WARNING):
@@ -47,20 +47,20 @@ def test_settings_that_change_the_pace_begin_a_new_history(tmp_path: Path, key: 
     assert restore_pace(RECIPE.but({"serving.request_timeout_s": 77.0}), tmp_path).known
 
 
-def test_another_machine_begins_a_new_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_starts_a_new_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(tmp_path)
     monkeypatch.setattr(platform, "node", lambda: "another")
     assert not restore_pace(RECIPE, tmp_path).known
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"of": 3}', '{"of": "x", "history": {}}', "[" * 100_000, "\x00"])
-def test_a_file_that_cannot_be_read_begins_a_new_history(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_file_starts_a_new_history(tmp_path: Path, text: str) -> None:
     (tmp_path / PACE_FILE).write_text(text)
     assert not restore_pace(RECIPE, tmp_path).known
     begun(tmp_path)
     assert restore_pace(RECIPE, tmp_path).known
 
 
-def test_what_is_not_known_is_not_written(tmp_path: Path) -> None:
+def test_an_empty_history_is_not_written(tmp_path: Path) -> None:
     save_pace(Pace(), RECIPE, tmp_path)
     assert list(tmp_path.iterdir()) == []

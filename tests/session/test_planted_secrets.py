@@ -1,4 +1,4 @@
-"""Secrets that are planted where a run needs them, and tools and servers that repeat them: nothing that the run leaves holds one."""
+"""Secrets are planted where a run needs them, and tools and servers repeat them. No file of the run contains one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.evaluation.suite_parts import make_case, make_suite
 from tests.evaluation.test_chat_agent import QUICK, SUBMIT, says
 
 TOKEN, KEY, FILE_TOKEN = "tok-7Zq/planted+token=1", "key-8Yr-planted-key-2", 'file-9Xs"planted\\token-3'
-# An MCP server that repeats its secrets in every way that it has: as an answer, as an error, in an address, on standard error.
+# An MCP server that repeats its secrets in an answer, an error, an address and on standard error.
 LEAKS = """
 import json, os, sys
 token, other = os.environ["TOKEN"], os.environ["OTHER"]
@@ -50,7 +50,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
+async def test_no_file_of_a_run_contains_a_planted_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, refused: bool
 ) -> None:
     monkeypatch.setattr(secrets, "_read", set())
@@ -70,7 +70,7 @@ async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
     }
     overrides = (*QUICK, f"tools.mcp.leaks={json.dumps(server)}")
     answered = says(f"look {KEY}", *(("tell", json.dumps({"way": way})) for way in ("says", "fails")))
-    turns = [answered, says("again", ("tell", json.dumps({"way": "dies"}))), answered, SUBMIT]  # a program that dies costs the attempt
+    turns = [answered, says("again", ("tell", json.dumps({"way": "dies"}))), answered, SUBMIT]  # a dead program costs the attempt
     seen: list[str] = []
     stop = threading.Event()
     watcher = threading.Thread(target=watch, args=(stop, seen))
@@ -99,11 +99,11 @@ async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
             forms = (secret, json.dumps(secret)[1:-1], base64.b64encode(secret.encode()).decode())
             assert not any(form.encode() in content for form in forms), (where, secret)
     modes = {path.stat().st_mode & 0o077 for path in (run, *run.rglob("*")) if not path.is_symlink()}
-    assert modes == {0}, "the run folder is this user's alone"
+    assert modes == {0}, "the run folder is private to this user"
 
 
 def watch(stop: threading.Event, seen: list[str]) -> None:
-    """The command lines of what this process starts."""
+    """The command lines of the processes that this one starts."""
     while not stop.is_set():
         for child in psutil.Process().children(recursive=True):
             try:
@@ -116,7 +116,7 @@ def watch(stop: threading.Event, seen: list[str]) -> None:
 @pytest.mark.parametrize(
     "backend", [pytest.param("bubblewrap", marks=pytest.mark.bubblewrap), pytest.param("docker", marks=pytest.mark.docker)]
 )
-async def test_a_sandbox_has_no_variable_of_the_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_has_no_environment_variable_of_the_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", TOKEN)
     monkeypatch.setenv("INNOCENT_NAME", KEY)
     config = SandboxConfig(backend=backend, max_open=1, warm=0)

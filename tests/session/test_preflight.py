@@ -148,7 +148,7 @@ def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
         find_model("m", tmp_path)
 
 
-def test_a_template_may_lie_beside_the_tokenizer_and_has_to_be_somewhere(tmp_path: Path) -> None:
+def test_a_template_may_be_next_to_the_tokenizer_but_must_exist(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="no chat template"):
@@ -174,9 +174,7 @@ def test_a_template_may_lie_beside_the_tokenizer_and_has_to_be_somewhere(tmp_pat
         ({"text_config": {"num_attention_heads": 2, "layer_types": ["conv"]}}, "layers of type conv"),
     ],
 )
-def test_a_kind_of_model_that_the_learner_refuses_is_refused_before_the_start(
-    config: dict[str, object], wrong: str | None, tmp_path: Path
-) -> None:
+def test_a_model_type_that_the_learner_rejects_fails_before_the_start(config: dict[str, object], wrong: str | None, tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**KIND, **config}, {})
     if config.get("model_type") == "mamba":
         (folder / "config.json").write_text(json.dumps(config))
@@ -187,15 +185,15 @@ def test_a_kind_of_model_that_the_learner_refuses_is_refused_before_the_start(
             check_model(folder, RECIPE)
 
 
-def test_a_model_type_that_transformers_lacks_is_told_without_importing_it(tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_reported_without_importing_transformers(tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**KIND, "model_type": "no_such"}, {})
     recipe = RECIPE.model_copy(update={"policy": PolicyConfig(model=str(folder))})
     with pytest.raises(UserError, match="does not know the model type 'no_such'"):
         run_preflight(recipe, tmp_path, root=tmp_path)
 
 
-def test_refusals_wake_nothing_heavy(tmp_path: Path) -> None:
-    """One process in which a command is refused at every stage, up to the last check before torch is needed."""
+def test_failed_checks_import_nothing_heavy(tmp_path: Path) -> None:
+    """One process in which a command fails at every stage, up to the last check before torch is needed."""
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "recipe.json").write_text("{}")
     (tmp_path / "syntax.py").write_text("recipe = (\n")
@@ -251,7 +249,7 @@ def test_a_full_disk_stops_before_anything_starts(tmp_path: Path, monkeypatch: p
         run_preflight(RECIPE, tmp_path, root=tmp_path)
 
 
-def test_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path: Path) -> None:
+def test_the_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path: Path) -> None:
     source, base = model_folder(tmp_path / "m"), tmp_path / "run" / "versions" / "000000"
     copy_base_version(source, base)
     (source / "model.safetensors").write_text("changed later")
@@ -278,7 +276,7 @@ def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:
 
 
 class Own:
-    """A family that does what `gives` says, for a task or a size."""
+    """A family that returns or raises what `gives` says."""
 
     def __init__(self, *, seed: int = 0, gives: str = "") -> None:
         self.gives = gives
@@ -301,14 +299,14 @@ class Own:
     ("gives", "says"),
     [
         ("exit at once", r"cannot be opened: SystemExit: bye \(.*test_preflight.py:\d+\)"),
-        ("exit", r"the first task .* cannot be made: SystemExit: 0 \("),
-        ("dict", "the first task .* is not a Task but of type dict"),
-        ("text", r"size\(train\) gave str, not a number"),
+        ("exit", r"the first task .* cannot be created: SystemExit: 0 \("),
+        ("dict", "the first task .* has type dict instead of Task"),
+        ("text", r"size\(train\) returned str instead of a number"),
         ("none", "no tasks in split train"),
         ("none held out", "(?s)no tasks in split heldout.*fix: add some, or set evaluation.heldout=0"),
     ],
 )
-def test_a_family_that_gives_no_task_is_refused_before_anything_is_loaded(gives: str, says: str) -> None:
+def test_a_family_without_a_task_fails_before_anything_is_loaded(gives: str, says: str) -> None:
     tasks = TasksConfig(family=f"{__file__}:Own", options={"gives": gives})
     with pytest.raises(UserError, match=says):
         open_tasks(RECIPE.but(tasks=tasks), root=ROOT)
@@ -325,16 +323,14 @@ def test_a_family_that_gives_no_task_is_refused_before_anything_is_loaded(gives:
         ({"vocab_size": 3}, {"model": [], "added_tokens": {"id": 1}}),
     ],
 )
-def test_a_model_folder_with_values_of_wrong_types_is_refused(
-    config: dict[str, object], tokenizer: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_model_folder_with_wrong_types_raises(config: dict[str, object], tokenizer: dict[str, object], tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**KIND, **config}, tokenizer)
     with pytest.raises(UserError, match="holds a value of a wrong type") as error:
         check_model(folder, RECIPE)
     assert "save_pretrained" in error.value.fix
 
 
-def test_further_attempts_need_a_case_that_is_tried_often_enough(tmp_path: Path) -> None:
+def test_gate_confirm_needs_a_case_with_enough_attempts(tmp_path: Path) -> None:
     def opened(repeats: int, *own: int | None, confirm: int = 12) -> object:
         shutil.rmtree(tmp_path / "evals", ignore_errors=True)
         make_suite(tmp_path / "evals/x", *(make_case(f"c{number}", repeats=one) for number, one in enumerate(own)))
@@ -342,13 +338,13 @@ def test_further_attempts_need_a_case_that_is_tried_often_enough(tmp_path: Path)
         return open_gate_suite(RECIPE.but(gate=gate), TaskScorer(), root=tmp_path)
 
     for most, repeats, own in ((2, 2, (None, 1)), (2, 4, (2, 1)), (1, 1, (None,))):
-        with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x is tried more than {most} times"):
+        with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x has more than {most} attempts"):
             opened(repeats, *own)
     assert opened(1, None, 3) and opened(3, None, 1) and opened(2, None, confirm=0)
 
 
 @pytest.mark.parametrize("verb", ["train", "eval", "sample"])
-def test_who_does_not_train_needs_no_gpu_for_the_gates_own_server(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
     make_suite(tmp_path / "x", make_case("c"))

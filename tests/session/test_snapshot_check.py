@@ -1,4 +1,4 @@
-"""A backend of somebody's that a run needs copies from: tried once, and refused with what to write."""
+"""A user-supplied backend whose snapshots a run needs is tested once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoSnapshot(ScriptedSandbox):
 
 
 class Backend(ScriptedSandboxes):
-    """One that has every way of making no copies, and one that is none of them."""
+    """A backend that fails to copy in several ways, or works."""
 
     def __init__(self, way: str) -> None:
         super().__init__(printing(""))
@@ -43,9 +43,9 @@ class Backend(ScriptedSandboxes):
 
 
 @pytest.mark.parametrize(
-    ("way", "said"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file of it is missing"), ("does", None)]
+    ("way", "said"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file in it is missing"), ("does", None)]
 )
-async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, said: str | None, task: Task) -> None:
+async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(way: str, said: str | None, task: Task) -> None:
     for key, changes in {
         "rollout.delegation.sandbox=own": OWN,
         "rollout.checkpoint_turns": {"rollout.checkpoint_turns": True},
@@ -55,16 +55,16 @@ async def test_a_backend_is_tried_before_a_run_is_built_on_its_copies(way: str, 
         if said is None:
             await check_snapshots(recipe, task, backend)
         else:
-            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend makes none: .*{said}"):
+            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend does not create them: .*{said}"):
                 await check_snapshots(recipe, task, backend)
         assert backend.opened and all(one.closed for one in backend.opened)
     backend = Backend(way)
     await check_snapshots(BASE, task, backend)
     await check_snapshots(BASE.but({**OWN, "sandbox.backend": "docker"}), task, backend)
-    assert not backend.opened, "nobody needs them, or they are proven elsewhere"
+    assert not backend.opened, "not needed, or built-in"
 
 
-def test_sub_agents_that_use_no_sandbox_need_none_of_their_own() -> None:
+def test_sub_agents_without_sandbox_tools_need_no_sandbox() -> None:
     recipe = BASE.but(OWN)
     with pytest.raises(RecipeError, match=r"sandbox=own does nothing: none of rollout\.delegation\.tools"):
         check_delegation(recipe.but({"rollout.delegation.tools": ["submit"]}), root=Path())

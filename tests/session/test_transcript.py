@@ -1,4 +1,4 @@
-"""What a transcript says of an episode."""
+"""Transcripts of episodes."""
 
 from __future__ import annotations
 

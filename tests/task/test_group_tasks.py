@@ -1,4 +1,4 @@
-"""The tasks of a run's groups: the same for the same index, however often the run died, and whatever became of `tasks.jsonl`."""
+"""A group index always has the same task, however often the run died and even if `tasks.jsonl` is damaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 12
 
 
 class Practised:
-    """Every fifth group practises."""
+    """Every fifth group is practice."""
 
     def task(self, group_index: int) -> Task | None:
         return replace(Kinds().task(Split.TRAIN, 0), id="practice") if group_index % 5 == 4 else None
@@ -49,7 +49,7 @@ def recipe_of(**rollout: Any) -> Recipe:
 
 
 def played(task: Task, index: int) -> Group:
-    """What became of a group: `even` teaches in most of its groups, the others seldom; one in eight has lost its attempts."""
+    """The outcome of a group: `even` mostly has a spread, the others seldom; one in eight has no attempts."""
     luck = random.Random(index)
     differ = luck.random() < (0.8 if task.kind == "even" else 0.1)
     scores = [0.0, 1.0 if differ else 0.0] if luck.random() < 7 / 8 else [None, None]
@@ -59,7 +59,7 @@ def played(task: Task, index: int) -> Group:
 
 
 class Run:
-    """The rollouts of a run that may be taken up again: as `agentrl.run.rollouts` calls the parts, without episodes."""
+    """The rollouts of a resumable run: calls the parts like `agentrl.run.rollouts`, without episodes."""
 
     def __init__(self, folder: Path, recipe: Recipe, size: int | None, practice: bool) -> None:
         self.recipe, self.steps = recipe, StepGroups.from_config(recipe.rollout)
@@ -103,9 +103,7 @@ def through(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, b
 @pytest.mark.parametrize("practice", [False, True])
 @pytest.mark.parametrize("size", [None, 30])
 @pytest.mark.parametrize("rollout", [{}, {"extra_groups": 3, "max_staleness": 0}, {"max_staleness": 3}], ids=["plain", "extra", "stale"])
-def test_a_run_that_died_gives_each_group_the_task_that_it_had(
-    tmp_path: Path, rollout: dict[str, Any], size: int | None, practice: bool
-) -> None:
+def test_a_resumed_run_gives_each_group_the_same_task(tmp_path: Path, rollout: dict[str, Any], size: int | None, practice: bool) -> None:
     recipe = recipe_of(**rollout)
     whole = through(tmp_path / "whole", recipe, size, practice)
     file = tmp_path / "died" / TASKS_FILE
@@ -121,7 +119,7 @@ def test_a_run_that_died_gives_each_group_the_task_that_it_had(
     assert kinds.total() >= 4 * (STEPS - 6)
 
 
-def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
+def test_kinds_with_spread_come_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
     through(tmp_path, recipe_of(), None, True)
     lines = read_json_lines(tmp_path / TASKS_FILE)
     assert len(lines) == STEPS * 4 * 4 // 5 + 1
@@ -130,12 +128,12 @@ def test_kinds_that_teach_come_more_often_and_practice_is_not_counted(tmp_path: 
     assert not [line for line in lines if line["task"] == "practice"]
 
 
-def test_groups_that_should_be_there_and_are_not_end_the_run(tmp_path: Path) -> None:
-    with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="step 0 taught"):
+def test_missing_groups_end_the_run(tmp_path: Path) -> None:
+    with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="the outcomes of step 0"):
         asyncio.run(run.taught.prepare_step(2))
 
 
-def test_without_weighting_the_schedule_decides_and_the_lines_are_written(tmp_path: Path) -> None:
+def test_without_weighting_the_schedule_decides_and_outcomes_are_recorded(tmp_path: Path) -> None:
     recipe = recipe_of().but("tasks.weighting=null")
     ids = [task for step in through(tmp_path, recipe, 30, False) for task in step]
     schedule = GroupSchedule(Kinds(30), seed=3)

@@ -1,4 +1,4 @@
-"""What is written of past tasks is lost or wrong, and families break: the tasks of a run's groups all the same."""
+"""The tasks of a run's groups with lost or damaged outcomes and failing families."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKEN = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no
 
 
 class Breaking(Kinds):
-    """A family that raises for some tasks: `RuntimeError`, which is no error of agentrl."""
+    """A family that raises `RuntimeError` for some tasks."""
 
     broken: frozenset[int] = frozenset()
 
@@ -38,7 +38,7 @@ def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -
 
 
 def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
-    """Makes and stores the four groups of a step, as a run does; one whose task cannot be made is left out."""
+    """Runs and stores the four groups of a step; a group whose task cannot be created is excluded."""
     asyncio.run(taught.prepare_step(number))
     for index in range(4 * number, 4 * number + 4):
         try:
@@ -52,7 +52,7 @@ def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
     return list(store.groups(range(4 * number, 4 * number + 4)))
 
 
-def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_path: Path) -> None:
+def test_a_run_without_its_outcomes_continues_past_tasks_that_failed(tmp_path: Path) -> None:
     family = Breaking(12)
     family.broken = frozenset({2, 5})
     store = SqliteStore(tmp_path / "experience.sqlite")
@@ -66,14 +66,14 @@ def test_a_run_without_its_lines_goes_on_past_tasks_that_could_not_be_made(tmp_p
         again = taught_of(tmp_path, store, family)
         asyncio.run(again.prepare_step(6))
         assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
-        family.broken = frozenset(range(12))  # of a project that was changed meanwhile
-        with pytest.raises(TaskError, match=r"cannot be made again.*no task \d+ today"):
+        family.broken = frozenset(range(12))  # the project changed in the meantime
+        with pytest.raises(TaskError, match=r"cannot be created again.*no task \d+ today"):
             asyncio.run(taught_of(tmp_path, store, family).prepare_step(6))
     finally:
         store.close()
 
 
-def test_a_resumed_run_reads_no_group_again_of_which_it_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_reads_no_group_with_a_recorded_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SqliteStore(tmp_path / "experience.sqlite")
     try:
         rollout = {"groups_per_step": 3, "extra_groups": 1, "min_group_size": 2}

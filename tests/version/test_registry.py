@@ -1,4 +1,4 @@
-"""The registry: what may follow what, what a crash leaves, and what several processes see."""
+"""The registry: transitions, crashes, and several processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def states(registry: FolderRegistry) -> dict[int, VersionState]:
     return {version.number: version.state for version in registry.versions()}
 
 
-def test_versions_come_back_and_the_latest_is_by_number(registry: FolderRegistry) -> None:
+def test_versions_are_returned_and_latest_is_by_number(registry: FolderRegistry) -> None:
     face: VersionRegistry = registry
     assert face.latest() is None and face.get(0) is None
     for number in (0, 2, 10):
@@ -71,13 +71,13 @@ def test_adding_the_same_weights_again_changes_nothing_other_weights_are_refused
         publish(registry, 1, b"others")
 
 
-def test_a_version_that_was_made_anew_is_not_taken_for_the_one_before(registry: FolderRegistry) -> None:
+def test_a_version_published_again_is_not_confused_with_the_old_one(registry: FolderRegistry) -> None:
     publish(registry, 0)
     first = publish(registry, 1, b"first")
     registry.set_state(1, SERVING, sha256=first.sha256)
     registry.reconcile(0)
     publish(registry, 1, b"second")
-    with pytest.raises(StoreError, match="version 1 was made anew"):
+    with pytest.raises(StoreError, match="version 1 was published again"):
         registry.set_state(1, SERVING, sha256=first.sha256)
     assert states(registry)[1] is CANDIDATE
 
@@ -88,7 +88,7 @@ def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(reg
     registry.set_state(0, SERVING)
     registry.set_state(0, PROMOTED)
     registry.set_state(1, SERVING)
-    registry.set_state(2, SERVING)  # replaced 1 before it was judged
+    registry.set_state(2, SERVING)  # replaced version 1 before the gate decided
     assert states(registry) == {0: PROMOTED, 1: SERVED, 2: SERVING, 3: CANDIDATE, 4: CANDIDATE}
     registry.set_state(2, PROMOTED)
     registry.set_state(3, SERVING)
@@ -127,7 +127,7 @@ def test_every_transition_is_allowed_or_refused_as_documented(registry: FolderRe
         assert registry.get(1).state is before
 
 
-def test_a_half_made_folder_is_not_a_version_yet(registry: FolderRegistry) -> None:
+def test_a_half_written_folder_is_not_a_version(registry: FolderRegistry) -> None:
     publish(registry, 0)
     half = registry.folder / "000001"
     half.mkdir()
@@ -198,7 +198,7 @@ def test_prune_keeps_the_newest_the_base_the_serving_and_the_promoted(registry: 
     assert registry.prune(keep=100) == ()
 
 
-def test_prune_lets_go_of_promotions_that_nothing_goes_back_to(registry: FolderRegistry) -> None:
+def test_prune_deletes_old_promoted_versions(registry: FolderRegistry) -> None:
     for number in range(8):
         publish(registry, number)
         registry.set_state(number, PROMOTED)
@@ -206,11 +206,11 @@ def test_prune_lets_go_of_promotions_that_nothing_goes_back_to(registry: FolderR
     rollback.request_rollback(
         registry.folder, rollback.RollbackRequest(version=7, sha256=one.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse")
     )
-    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the one that a request goes back to"
+    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the target of a rollback request"
     registry.verify(registry.get(3))
 
 
-def test_prune_keeps_the_version_that_is_held_whoever_prunes(registry: FolderRegistry) -> None:
+def test_prune_keeps_the_held_version_in_any_process(registry: FolderRegistry) -> None:
     for number in range(6):
         publish(registry, number)
     registry.hold(2)
@@ -223,11 +223,11 @@ def test_prune_keeps_the_version_that_is_held_whoever_prunes(registry: FolderReg
         registry.prune(keep=1)
 
 
-def test_reconcile_forgets_what_the_checkpoint_does_not_know(registry: FolderRegistry) -> None:
+def test_reconcile_deletes_versions_newer_than_the_checkpoint(registry: FolderRegistry) -> None:
     for number in range(4):
         publish(registry, number)
     registry.set_state(3, SERVING)
-    (registry.folder / "000004").mkdir()  # half made when the learner died
+    (registry.folder / "000004").mkdir()  # half written when the learner died
     assert registry.reconcile(2) == (3, 4)
     assert sorted(states(registry)) == [0, 1, 2]
     assert not (registry.folder / "000003").exists()
@@ -235,7 +235,7 @@ def test_reconcile_forgets_what_the_checkpoint_does_not_know(registry: FolderReg
     assert registry.get(3).state is CANDIDATE
 
 
-def test_a_closed_registry_refuses(registry: FolderRegistry) -> None:
+def test_a_closed_registry_raises(registry: FolderRegistry) -> None:
     registry.close()
     registry.close()
     with pytest.raises(StoreError, match="closed"):
@@ -304,7 +304,7 @@ def test_a_manifest_covers_every_regular_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("served", "left"), [(3, 2), (2, 2), (1, 1)])
 def test_forgetting_versions_leaves_one_that_can_serve(registry: FolderRegistry, served: int, left: int) -> None:
-    """The learner went back to checkpoint 2: versions 3 and 4 are gone, whichever of them was serving."""
+    """The learner returned to checkpoint 2: versions 3 and 4 are gone, whichever of them was serving."""
     for number in range(5):
         publish(registry, number)
     registry.set_state(served, SERVING)
