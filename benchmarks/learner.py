@@ -9,7 +9,7 @@ With --model the weights are a folder's, the tokens' behaviour logprobs its own,
 within each repetition. TRL runs with what is fastest here: no reference model, its fused output head, and of the batches of 1, 2, 4, ...
 samples, and of those that fit the token budget, the one that is fastest on each case. Every contender gets its samples sorted and batched
 the way that pads least. Gradients are compared before anything is timed: the figures mean nothing unless all compute the same update.
---store keeps every time in docs/results, and writes the tables of docs/learner-results.md from what is there. Last comes the memory of
+--store keeps every time in docs/results, and writes the tables of docs/results.md from what is there. Last comes the memory of
 the output head at a vocabulary of 151,936, each way in a process of its own (not with --model or --only).
 """
 
@@ -47,7 +47,7 @@ from agentrl.records import Sample  # noqa: E402
 from agentrl.testing.tiny_model import make_tokenizer  # noqa: E402
 from benchmarks import stored  # noqa: E402
 
-PAGE = ROOT / "docs" / "learner-results.md"
+PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- made by benchmarks/learner.py: begin -->", "<!-- made by benchmarks/learner.py: end -->"
 CODE = ("agentrl/learner", "agentrl/objective", "agentrl/model", "benchmarks/learner.py")
 CPU = torch.device("cpu")
@@ -477,7 +477,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page() -> None:
-    """Writes the tables of docs/learner-results.md from all stored times."""
+    """Writes the tables of docs/results.md from all stored times."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     sections = []
@@ -549,7 +549,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
     parser.add_argument(
-        "--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/learner-results.md"
+        "--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/results.md"
     )
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()
