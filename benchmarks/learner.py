@@ -548,9 +548,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
-    parser.add_argument(
-        "--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/results.md"
-    )
+    parser.add_argument("--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/results.md")
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -89,7 +89,7 @@ def table(found: list[Timed], count: int, backend: str) -> str:
             f"{count} cases on the quickstart's base policy, sandboxes: {backend}, {os.cpu_count()} cores."
             f" Median {whole:.0f} s; target: under {TARGET_S:.0f} s.",
             "",
-            "| evaluation | whole command, s | cases, s | cases a second | passed | unscored |",
+            "| evaluation | command, s | cases, s | cases a second | passed | unscored |",
             "| --- | --- | --- | --- | --- | --- |",
             *rows,
         ]
