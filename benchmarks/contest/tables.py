@@ -110,15 +110,12 @@ def _where(comparison: Comparison) -> str:
 
 
 def _tried(comparison: Comparison) -> str:
-    rows = []
+    """One sentence: the seconds of a step with each setting of TRL that was timed."""
+    settings = []
     for one in comparison.tried:
-        seconds = f"{one['seconds_a_step']:.1f}" if one["seconds_a_step"] is not None else "failed"
-        parts = [f"{one['parts'].get(name, 0.0) / max(1, one['steps']):.1f}" for name in ("rollout", "wait", "update")]
-        note = one.get("failed", "")[:120].replace("|", "/")
-        rows.append([_options(one["change"]), seconds, *parts, f"{one['peak_gib']:.1f}", note])
-    head = ["setting of TRL", "seconds a step", "rollout", "wait", "update", "peak GiB", ""]
-    intro = "Settings of TRL that were timed just before on the same machine, with small steps and without waits; the last rows have the "
-    return f"{intro}fastest micro-batch.\n\n{_table(head, rows)}"
+        seconds = f"{one['seconds_a_step']:.1f}" if one["seconds_a_step"] is not None else f"failed ({one.get('failed', '')[:120]})"
+        settings.append(f"{_options(one['change'])}: {seconds}")
+    return f"Seconds a step of TRL's settings, timed before on the same machine with small steps and without waits: {'; '.join(settings)}."
 
 
 def _options(options: dict[str, Any]) -> str:
