@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agentrl.prove import cheats, odd  # noqa: E402
+from agentrl.check import cheats, malformed  # noqa: E402
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task  # noqa: E402
 from agentrl.reward import TaskScorer  # noqa: E402
 from sandboxes.reasoning import catalogue, package, problems  # noqa: E402
@@ -51,7 +51,7 @@ FAVOURED = 0.6
 """Share of the judged problems for which one of `CONSTANTS` gets full marks; they are fewer, so that it lies higher."""
 NOTHING: Mapping[str, str | None] = {
     **cheats.ANSWERS,
-    **odd.ANSWERS,
+    **malformed.ANSWERS,
     "white space": " \n\t ",
     "a question mark": "?",
     "nested brackets": "(" * 300 + "1" + ")" * 300,

@@ -1,4 +1,4 @@
-"""Writes the table of recipe keys in `docs/recipes.md` from the field docstrings of `agentrl/recipe.py`.
+"""Writes the table of recipe keys in `docs/recipes.md` from the field docstrings of `agentrl/config/recipe.py`.
 
 python docs/generate_recipe_table.py            # writes it
 python docs/generate_recipe_table.py --check    # exits 1 when the page and the code disagree
@@ -18,9 +18,9 @@ from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentrl.parts import Kind
-from agentrl.recipe import Recipe
-from agentrl.section import Section, meanings, named_section_of, section_of
+from agentrl.config import Recipe
+from agentrl.config.section import Section, key_docs, named_section_of, section_of
+from agentrl.plugins.parts import PartKind
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -30,7 +30,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
     """Dotted name, field and meaning of every key, those of a section after those beside it; of sections that are alike once, under `*`."""
-    nested, told = [], meanings(section)
+    nested, told = [], key_docs(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
@@ -50,7 +50,7 @@ def table() -> str:
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name, field, told in keys():
         if not told:
-            raise SystemExit(f"{name} has no docstring in agentrl/recipe.py: write one line under the field")
+            raise SystemExit(f"{name} has no docstring in agentrl/config/recipe.py: write one line under the field")
         meaning = " ".join(told.split())
         rows.append(f"| `{name}` | {_cell(_type(field))} | {_default(field)} | {_cell(meaning)} |")
     return "\n".join(rows)
@@ -71,17 +71,17 @@ def _type(field: FieldInfo) -> str:
         f"{sign} {_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
     ]
     patterns = [f"matching `{pattern}`" for item in field.metadata if (pattern := getattr(item, "pattern", None))]
-    kinds = [item for item in field.metadata if isinstance(item, Kind)]
+    kinds = [item for item in field.metadata if isinstance(item, PartKind)]
     return " ".join([_words(kinds[0]) if kinds else _name(field.annotation), ", ".join([*bounds, *patterns])]).strip()
 
 
-def _words(kind: Kind) -> str:
+def _words(kind: PartKind) -> str:
     return f"{' or '.join(f'`{word}`' for word in kind.shipped)} or a reference"
 
 
 def _name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, Kind)]):
+    if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, PartKind)]):
         return _words(kinds[0])
     if origin is Annotated:
         return _name(arguments[0])
@@ -124,7 +124,7 @@ def main() -> int:
     if wanted == text:
         return 0
     if check:
-        print("docs/recipes.md does not match agentrl/recipe.py: run python docs/generate_recipe_table.py", file=sys.stderr)
+        print("docs/recipes.md does not match agentrl/config/recipe.py: run python docs/generate_recipe_table.py", file=sys.stderr)
         return 1
     PAGE.write_text(wanted, encoding="utf-8")
     return 0

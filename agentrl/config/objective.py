@@ -1,0 +1,162 @@
+"""What the learner maximizes: `objective`, `critic`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from agentrl.config.section import Needs, Section
+from agentrl.plugins import parts
+
+_STALE = Needs(
+    "tokens of older versions: max_staleness above 0, and steps above 1", lambda recipe, own: recipe.max_staleness and recipe.steps > 1
+)
+_GROUPED = Needs(
+    "advantages that are known when a batch is assembled: a critic computes them later", lambda recipe, own: recipe.critic is None
+)
+_MOVES = Needs(
+    "several optimizer steps in a batch: epochs, minibatches or learner.minibatches above 1",
+    lambda recipe, own: max(own.epochs, own.minibatches, recipe.learner.minibatches) > 1,
+)
+
+
+class ObjectiveConfig(Section):
+    """Which algorithm: docs/objectives.md says which settings make which."""
+
+    advantage: parts.Advantage = "grpo"
+    """Baseline of an episode's score. grpo: its group's mean. rloo: the mean of the rest of its group. reinforce++: the batch's mean.
+    reinforce++-baseline: its group's mean, scaled over the batch. gae: a critic's values, token by token (PPO; needs `critic`)."""
+    advantage_options: parts.Options = Field({})
+    """Keyword arguments of an estimator that is named by reference."""
+    credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
+    """What each trajectory of an episode is given: the contexts of its sub-agents and summaries, and attempts that branched. episode: the
+    episode's advantage. branches: the same, divided by their number. roles: the episode's score against a baseline of those that have
+    the role. verifier: what a verifier says that it is worth by itself. counterfactual: what the score loses without it, where a verifier
+    says so. siblings: the mean from this turn on against that of the attempts at its branch point (needs rollout.branching)."""
+    normalize_std: bool | None = None
+    """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++, gae). None: as the estimator's paper does,
+    which is yes, but for rloo."""
+    turn_coef: float = Field(0.0, ge=0)
+    """Weight of turn-level advantages, added where verifiers reward single turns (`Score.turn_rewards`)."""
+    loss: parts.LossName = "clip"
+    """clip: PPO's, ratio by token. gspo: ratio by sequence. cispo: clipped weight, full gradient."""
+    loss_options: parts.Options = Field({})
+    """Keyword arguments of a loss that is named by reference."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """Distance below 1 at which the importance ratio is clipped; 1: never from below."""
+    clip_high: float = Field(0.2, gt=0)
+    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Ratio above which a token with a negative advantage stops contributing (loss=clip)."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """token_mean: every trained token counts the same. sequence_mean: every rollout does, with all its trajectories. constant: each token,
+    whatever the batch's tokens: sum / (rollouts * constant_length)."""
+    constant_length: int | None = Field(None, ge=1)
+    """Tokens that aggregation=constant divides by for each rollout. None: policy.max_model_len."""
+    proximal: Literal["auto", "behaviour", "recompute"] = "auto"
+    """What the ratio is taken against. behaviour: the logprobs of sampling. recompute: those of the weights at the start of the step
+    (decoupled). auto: recompute when learner.minibatches is above 1."""
+    correction: Literal["truncate", "mask", "none"] = "truncate"
+    """Importance weights from the behaviour policy to the proximal one. truncate: capped. mask: 0 outside [is_floor, is_cap]. none: 1."""
+    is_level: Literal["token", "sequence"] = "token"
+    """Whether these weights are ratios of tokens or of whole sequences."""
+    is_cap: float = Field(2.0, gt=0)
+    """Truncated importance sampling: cap on behaviour-policy correction weights."""
+    is_floor: float = Field(0.0, ge=0)
+    """Smallest weight that correction=mask keeps."""
+    staleness_decay: Annotated[float, _GROUPED, _STALE] = Field(1.0, gt=0, le=1)
+    """A token's advantage is multiplied by this for each version it lags behind the learner."""
+    kl: Literal["none", "k1", "k2", "k3", "k1_reward"] = "none"
+    """Estimator of the divergence from version 0: in the loss (k1, k2, k3), or summed over the episode and taken off its score
+    (k1_reward)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of that divergence."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus in the loss."""
+
+    @property
+    def divides_by_std(self) -> bool:
+        return self.advantage != "rloo" if self.normalize_std is None else self.normalize_std
+
+    @property
+    def caps_ratio(self) -> bool:
+        """Whether the ratio that carries the gradient is truncated at `is_cap`, besides the correction weights."""
+        return self.loss != "cispo" and self.correction != "none"
+
+    def recomputes(self, minibatches: int) -> bool:
+        """Whether the proximal policy's logprobs are computed at the start of a step."""
+        return self.proximal == "recompute" or (self.proximal == "auto" and minibatches > 1)
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> ObjectiveConfig:
+        parts.check_options(parts.ADVANTAGE, self.advantage, self.advantage_options)
+        parts.check_options(parts.LOSS, self.loss, self.loss_options)
+        if self.credit != "episode" and self.advantage == "gae":
+            raise ValueError(f"credit={self.credit} does nothing with advantage=gae, whose critic credits every token: set credit=episode")
+        if self.credit not in ("episode", "branches") and self.advantage not in ("grpo", "rloo"):
+            raise ValueError(f"credit={self.credit} takes its baselines from the group: set advantage=grpo or rloo")
+        if self.normalize_std is not None and self.advantage not in parts.ADVANTAGE.shipped and not self.turn_coef:
+            raise ValueError(
+                "normalize_std does nothing with an estimator of your own, which scales as it likes: leave it out, or hand it on in"
+                " advantage_options"
+            )
+        if self.dual_clip is not None and self.loss != "clip":
+            raise ValueError(f"dual_clip does nothing with loss={self.loss}; leave it at None or set loss=clip")
+        if self.caps_ratio and self.dual_clip is not None and self.dual_clip >= self.is_cap:
+            raise ValueError(
+                "dual_clip does nothing at or above is_cap, where the ratio is truncated first; raise is_cap or set correction=none"
+            )
+        if self.caps_ratio and 1.0 + self.clip_high >= self.is_cap:
+            raise ValueError("clip_high does nothing when 1 + clip_high reaches is_cap, where the ratio is truncated first; raise is_cap")
+        if self.constant_length is not None and self.aggregation != "constant":
+            raise ValueError(f"constant_length does nothing with aggregation={self.aggregation}; set aggregation=constant")
+        if self.correction == "none" and (self.is_level == "sequence" or self.is_cap != 2.0):
+            raise ValueError("is_level and is_cap do nothing with correction=none; leave them at their defaults")
+        if self.is_floor and self.correction != "mask":
+            raise ValueError(f"is_floor does nothing with correction={self.correction}; set correction=mask")
+        if self.is_floor >= self.is_cap:
+            raise ValueError("is_floor must be below is_cap: no weight lies between them")
+        if (self.kl == "none") != (self.kl_coef == 0):
+            raise ValueError("kl and kl_coef go together: kl says how the divergence is estimated, kl_coef (above 0) how much it weighs")
+        return self
+
+
+class CriticConfig(Section):
+    """The value model of `objective.advantage=gae`, in the learner's processes: docs/objectives.md says which trunk to choose."""
+
+    trunk: Literal["separate", "shared"] = "separate"
+    """separate: a model of its own that starts from the policy's weights. shared: a head on the policy, one forward pass for both."""
+    lr: float = Field(1e-3, gt=0)
+    """Learning rate of its AdamW, at its highest (trunk=shared: of the head); everything else about its optimizer is the learner's."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount from one sampled token to the next; tool output takes no time."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's trace: 1 trusts only what was scored, 0 only the next token's value."""
+    value_clip: Annotated[float | None, _MOVES] = Field(0.2, gt=0)
+    """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each step's batch (trunk=separate)."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps of the critic for each of learner.minibatches, in each pass (trunk=separate)."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps in which only the critic learns; with trunk=shared only its head."""
+    vf_coef: float = Field(0.1, gt=0)
+    """Weight of the value loss beside the policy's (trunk=shared)."""
+    detach: bool = False
+    """The value loss trains the head alone; the trunk learns from the policy's loss only (trunk=shared)."""
+
+    @property
+    def shared(self) -> bool:
+        return self.trunk == "shared"
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> CriticConfig:
+        if self.shared and (self.epochs, self.minibatches) != (1, 1):
+            raise ValueError(
+                "epochs and minibatches do nothing with trunk=shared: its value loss is part of the policy's optimizer steps;"
+                " set learner.minibatches"
+            )
+        if not self.shared and (self.detach or self.vf_coef != 0.1):
+            raise ValueError("detach and vf_coef do nothing with trunk=separate, whose critic has an optimizer of its own")
+        return self
