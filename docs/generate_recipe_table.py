@@ -1,7 +1,7 @@
-"""Writes the table of recipe keys in `docs/recipes.md` from the field docstrings of `agentrl/recipe.py`.
+"""Writes the table of recipe keys in `docs/recipes.md` from the field docstrings of the recipe's sections.
 
-python docs/generate_recipe_table.py            # writes it
-python docs/generate_recipe_table.py --check    # exits 1 when the page and the code disagree
+python docs/generate_recipe_table.py            # writes the table
+python docs/generate_recipe_table.py --check    # exits with 1 if the page differs from the code
 """
 
 from __future__ import annotations
@@ -29,70 +29,69 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
 def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Dotted name, field and meaning of every key, those of a section after those beside it; of sections that are alike once, under `*`."""
-    nested, told = [], meanings(section)
+    """Yields dotted name, field and meaning of every key; nested sections follow. Sections of one type are listed once, under `*`."""
+    nested, docstrings = [], meanings(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
             nested.append((name, inner))
         if inner is None or field.default is None:  # an optional section is a key too
-            yield f"{prefix}{name}", field, told.get(name, "")
+            yield f"{prefix}{name}", field, docstrings.get(name, "")
         if (several := named_section_of(field.annotation)) is not None:
             yield from keys(several, f"{prefix}{name}.NAME.")
     kinds = [inner for _, inner in nested]
-    for place, (name, inner) in enumerate(nested):
-        if inner not in kinds[:place]:
+    for index, (name, inner) in enumerate(nested):
+        if inner not in kinds[:index]:
             yield from keys(inner, f"{prefix}{name if kinds.count(inner) == 1 else '*'}.")
 
 
 def table() -> str:
-    """Markdown: one row a key. Raises `SystemExit` naming a key whose field has no docstring."""
+    """Returns a Markdown table with one row per key. Raises `SystemExit` for a field without a docstring."""
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, field, told in keys():
-        if not told:
-            raise SystemExit(f"{name} has no docstring in agentrl/recipe.py: write one line under the field")
-        meaning = " ".join(told.split())
+    for name, field, docstring in keys():
+        if not docstring:
+            raise SystemExit(f"{name} has no docstring: write one line under the field")
+        meaning = " ".join(docstring.split())
         rows.append(f"| `{name}` | {_cell(_type(field))} | {_default(field)} | {_cell(meaning)} |")
     return "\n".join(rows)
 
 
 def page_with_table(text: str) -> str:
-    """A page with what stands between the two marks replaced by the table."""
+    """Returns the page with the text between the two marks replaced by the table."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{PAGE.name} lacks the marks of the table")
+        raise SystemExit(f"{PAGE.name} lacks the two comments that mark the table")
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def _type(field: FieldInfo) -> str:
-    """The type as a reader needs it: `int ≥ 1`, `"file" or "nccl"`, `map of text to str, int, float, bool`."""
+    """Returns the type in short: `int ≥ 1`, `file` or `nccl`, map of str to int."""
     bounds = [
         f"{sign} {_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
     ]
-    patterns = [f"matching `{pattern}`" for item in field.metadata if (pattern := getattr(item, "pattern", None))]
     kinds = [item for item in field.metadata if isinstance(item, Kind)]
-    return " ".join([_words(kinds[0]) if kinds else _name(field.annotation), ", ".join([*bounds, *patterns])]).strip()
+    return " ".join([_choices(kinds[0]) if kinds else _name(field.annotation), ", ".join(bounds)]).strip()
 
 
-def _words(kind: Kind) -> str:
-    return f"{' or '.join(f'`{word}`' for word in kind.shipped)} or a reference"
+def _choices(kind: Kind) -> str:
+    return ", ".join([*(f"`{name}`" for name in kind.shipped), "reference"])
 
 
 def _name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, Kind)]):
-        return _words(kinds[0])
+        return _choices(kinds[0])
     if origin is Annotated:
         return _name(arguments[0])
     if origin is Literal:
-        return " or ".join(f"`{_literal(value)}`" for value in arguments)
+        return ", ".join(f"`{_literal(value)}`" for value in arguments)
     if origin is dict:
         return f"map of {_name(arguments[0])} to {_name(arguments[1])}"
     if origin is tuple:
         return f"list of {_name(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
-        return ", ".join("nothing" if part is type(None) else _name(part) for part in arguments)
+        return ", ".join("None" if part is type(None) else _name(part) for part in arguments)
     return "JSON" if annotation is JsonValue else str(getattr(annotation, "__name__", annotation))
 
 
@@ -107,7 +106,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _number(value: object) -> str:
-    """Numbers as a person writes them: 0.0005, 600, 1e-06 stay short."""
+    """Returns the short form of a number: 0.0005, 600, 1e-06."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -117,14 +116,14 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the page is not up to date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the page is out of date")
     check = parser.parse_args().check
     text = PAGE.read_text(encoding="utf-8")
     wanted = page_with_table(text)
     if wanted == text:
         return 0
     if check:
-        print("docs/recipes.md does not match agentrl/recipe.py: run python docs/generate_recipe_table.py", file=sys.stderr)
+        print("docs/recipes.md differs from the code: run python docs/generate_recipe_table.py", file=sys.stderr)
         return 1
     PAGE.write_text(wanted, encoding="utf-8")
     return 0
