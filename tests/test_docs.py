@@ -20,12 +20,11 @@ import typer.main
 from agentrl.agent.calls import read_calls
 from agentrl.cli import app
 from agentrl.cli.project import init_project
-from agentrl.errors import RecipeError
 from agentrl.failure.triage import load_rules
 from agentrl.prove.judging.naming import load_judge
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.recipe import Recipe
 from agentrl.run.policies import find_policy, make_part
-from agentrl.section import Needs, Section, named_section_of, section_of
+from agentrl.section import section_of
 from agentrl.testing.chat_server import ChatServer, Says
 from tests.failure import traces
 
@@ -190,33 +189,6 @@ def test_python_blocks_compile(page: Path) -> None:
 
 def test_the_table_of_recipe_keys_is_up_to_date() -> None:
     run(ROOT, "docs/generate_recipe_table.py", "--check")
-
-
-def test_the_impossible_combinations_are_all_there_and_refused() -> None:
-    _, _, after = (ROOT / "docs" / "recipes.md").read_text().partition("## Impossible combinations")
-    rows = re.findall(r"^\| `([^`]+)` \|", after, re.MULTILINE)
-    sections = (ROOT / "agentrl/recipe.py", ROOT / "agentrl/gating.py", *(ROOT / "agentrl/sections").glob("*.py"))
-    raised = sum(len(re.findall(r"raise ValueError\(|\byield (?!from\b)", path.read_text())) for path in sections)
-    needs = declared_needs()
-    assert len(rows) == raised - 1 + len(needs)
-    base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
-    messages = set()
-    for row in rows:
-        with pytest.raises(RecipeError) as error:
-            apply_overrides(base, row.split())
-        messages.add(str(error.value))
-    assert len(messages) == len(rows), "each row shows another combination"
-    unsaid = [need.what for need in needs if not any(need.what in message for message in messages)]
-    assert not unsaid, "needs that no row shows"
-
-
-def declared_needs(kind: type[Section] = Recipe) -> set[Needs]:
-    """What keys of a recipe need to do anything (`agentrl.section.Needs`)."""
-    found = {need for field in kind.model_fields.values() for need in field.metadata if isinstance(need, Needs)}
-    for field in kind.model_fields.values():
-        inner = section_of(field.annotation) or named_section_of(field.annotation)
-        found |= declared_needs(inner) if inner is not None else set()
-    return found
 
 
 def test_the_recipe_example_loads(project: Path) -> None:

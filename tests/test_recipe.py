@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from agentrl.errors import RecipeError
 from agentrl.recipe import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
-from agentrl.section import meanings
+from agentrl.section import Needs, Section, meanings, named_section_of, section_of
 
+ROOT = Path(__file__).resolve().parents[1]
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
@@ -107,3 +109,29 @@ def test_every_key_of_a_recipe_is_documented() -> None:
             if not is_section and key not in told and key not in obvious:
                 undocumented.append(f"{section.__name__}.{key}")
     assert undocumented == []
+
+
+def test_every_impossible_combination_raises_an_error() -> None:
+    """Each line of the file has overrides that only one check of the recipe rejects, and each check has a line."""
+    rows = (ROOT / "tests" / "impossible_combinations.txt").read_text().splitlines()
+    sections = (ROOT / "agentrl/recipe.py", ROOT / "agentrl/gating.py", *(ROOT / "agentrl/sections").glob("*.py"))
+    raised = sum(len(re.findall(r"raise ValueError\(|\byield (?!from\b)", path.read_text())) for path in sections)
+    needs = declared_needs()
+    assert len(rows) == raised - 1 + len(needs)
+    messages = set()
+    for row in rows:
+        with pytest.raises(RecipeError) as error:
+            apply_overrides(BASE, row.split())
+        messages.add(str(error.value))
+    assert len(messages) == len(rows), "two lines raise the same error"
+    unsaid = [need.what for need in needs if not any(need.what in message for message in messages)]
+    assert not unsaid, "needs that no line shows"
+
+
+def declared_needs(kind: type[Section] = Recipe) -> set[Needs]:
+    """Returns the conditions (`agentrl.section.Needs`) of all keys of a recipe."""
+    declared = {need for field in kind.model_fields.values() for need in field.metadata if isinstance(need, Needs)}
+    for field in kind.model_fields.values():
+        inner = section_of(field.annotation) or named_section_of(field.annotation)
+        declared |= declared_needs(inner) if inner is not None else set()
+    return declared
