@@ -17,7 +17,7 @@ MOST_WEIGHT = 1000
 
 
 class PracticeConfig(Section):
-    """Tasks made from the cases of suites by `agentrl practice`, mixed into training. docs/practice.md says how they are made."""
+    """Training tasks that `agentrl practice` derives from the cases of suites. docs/failures.md describes them."""
 
     suites: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field(min_length=1)
     """Folders of suites, relative to the project root, and their weights. Their cases are never trained on."""
