@@ -25,6 +25,7 @@ from agentrl.section import Section, meanings, named_section_of, section_of
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
 END = "<!-- end of table -->"
+LONG = 30  # characters shown of a default text
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
@@ -47,12 +48,12 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
 
 def table() -> str:
     """Returns a Markdown table with one row per key. Raises `SystemExit` for a field without a docstring."""
-    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    rows = ["| key | default (type) | meaning |", "| --- | --- | --- |"]
     for name, field, docstring in keys():
         if not docstring:
             raise SystemExit(f"{name} has no docstring: write one line under the field")
         meaning = " ".join(docstring.split())
-        rows.append(f"| `{name}` | {_cell(_type(field))} | {_default(field)} | {_cell(meaning)} |")
+        rows.append(f"| `{name}` | {_default(field)} ({_cell(_type(field))}) | {_cell(meaning)} |")
     return "\n".join(rows)
 
 
@@ -71,7 +72,8 @@ def _type(field: FieldInfo) -> str:
         f"{sign} {_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
     ]
     kinds = [item for item in field.metadata if isinstance(item, Kind)]
-    return " ".join([_choices(kinds[0]) if kinds else _name(field.annotation), ", ".join(bounds)]).strip()
+    name = _choices(kinds[0]) if kinds else _name(field.annotation)
+    return " ".join([name.removesuffix(", None") if field.default is None else name, ", ".join(bounds)]).strip()
 
 
 def _choices(kind: Kind) -> str:
@@ -87,12 +89,14 @@ def _name(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{_literal(value)}`" for value in arguments)
     if origin is dict:
-        return f"map of {_name(arguments[0])} to {_name(arguments[1])}"
+        return f"map to {_name(arguments[1])}"
     if origin is tuple:
         return f"list of {_name(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
         return ", ".join("None" if part is type(None) else _name(part) for part in arguments)
-    return "JSON" if annotation is JsonValue else str(getattr(annotation, "__name__", annotation))
+    if annotation is JsonValue:
+        return "JSON"
+    return "section" if section_of(annotation) else str(getattr(annotation, "__name__", annotation))
 
 
 def _literal(value: object) -> str:
@@ -102,6 +106,12 @@ def _literal(value: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
+    if isinstance(field.default, tuple):
+        return ", ".join(f"`{item}`" for item in field.default) or "`()`"
+    if field.default == "":
+        return "empty"
+    if isinstance(field.default, str) and len(field.default) > LONG:
+        return f"`{field.default[:LONG]}...`"
     return f"`{_number(field.default)}`" if not isinstance(field.default, bool) else f"`{str(field.default).lower()}`"
 
 
