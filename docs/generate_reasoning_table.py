@@ -1,4 +1,4 @@
-"""Measures every dataset of reasoning-gym and writes the lists of docs/reasoning.md and docs/results/reasoning-datasets.json.
+"""Measures every dataset of reasoning-gym and writes the lists of docs/reasoning.md and docs/reasoning-datasets.json.
 
     python docs/generate_reasoning_table.py            # writes both; about five minutes
     python docs/generate_reasoning_table.py --check    # exits with 1 if either is out of date
@@ -39,7 +39,7 @@ from sandboxes.reasoning.problems import Problem  # noqa: E402
 from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
 
 PAGE = ROOT / "docs" / "reasoning.md"
-RESULTS = ROOT / "docs" / "results" / "reasoning-datasets.json"
+RESULTS = ROOT / "docs" / "reasoning-datasets.json"
 BEGIN, END = "<!-- lists: docs/generate_reasoning_table.py -->", "<!-- end of lists -->"
 PROBLEMS = 6
 """Problems per part that are scored with every answer."""

@@ -53,7 +53,8 @@ def table() -> str:
         if not docstring:
             raise SystemExit(f"{name} has no docstring: write one line under the field")
         meaning = " ".join(docstring.split())
-        rows.append(f"| `{name}` | {_default(field)} ({_cell(_type(field))}) | {_cell(meaning)} |")
+        kind = f" ({_cell(_type(field))})" if _type(field) else ""
+        rows.append(f"| `{name}` | {_default(field)}{kind} | {_cell(meaning)} |")
     return "\n".join(rows)
 
 
@@ -67,12 +68,14 @@ def page_with_table(text: str) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """Returns the type in short: `int ≥ 1`, `file` or `nccl`, map of str to int."""
+    """Returns type and bounds in short: `list of str`, `file, delta`, `int ≥1`; empty if the default shows the type."""
     bounds = [
-        f"{sign} {_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
+        f"{sign}{_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
     ]
     kinds = [item for item in field.metadata if isinstance(item, Kind)]
     name = _choices(kinds[0]) if kinds else _name(field.annotation)
+    if name in ("bool", "int", "float", "str") and isinstance(field.default, int | float | str):
+        name = ""
     return " ".join([name.removesuffix(", None") if field.default is None else name, ", ".join(bounds)]).strip()
 
 
@@ -116,8 +119,9 @@ def _default(field: FieldInfo) -> str:
 
 
 def _number(value: object) -> str:
-    """Returns the short form of a number: 0.0005, 600, 1e-06."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Returns the short form of a number: 0.0005, 600.0, 1e-06."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{text}.0" if isinstance(value, float) and text.isdecimal() else text
 
 
 def _cell(text: str) -> str:
