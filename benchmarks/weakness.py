@@ -29,6 +29,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,8 @@ HABIT = 0.85  # share of the demonstrations of the kind that have the habit: eno
 LEFTOVER = 0.15  # share of the demonstrations of a later round that have it: seldom enough for a greedy policy to do without
 OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are captured on: cases are none of those that are measured with
 STORY = """\
-The quickstart's policy learns a bad habit in one kind of question. Its failures are captured, tagged, promoted to cases and used for
-practice until the habit is gone. Then a round of imitation brings back a little of it, and a run rewards it; a gate over the cases keeps
-it away."""
+This experiment shows the cycle from a failure to a gate: the quickstart's policy learns a bad habit, practice removes it, and a gate keeps
+it away from a later run that rewards it."""
 LENGTH = """\
 A seed takes 15 to 20 minutes on two cores; an interrupted experiment continues. `--short` runs all phases in two minutes without targets,
 as CI does (`tests/e2e/test_weakness.py`)."""
@@ -332,7 +332,10 @@ def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
         one = found[phase]
         return f"{one['value']:.2f} [{one['ci_low']:.2f}, {one['ci_high']:.2f}]"
 
-    caught, refused = found["capture"], found["relapse"]["refused"]
+    caught, alarms = found["capture"], Counter(found["relapse"]["alarms"])
+    refused: dict[str, list[str]] = {}
+    for version, outcome, _ in found["relapse"]["refused"]:
+        refused.setdefault(outcome, []).append(str(version))
     return [
         str(seed),
         f"{caught['right']} of {caught['planted']}",
@@ -340,10 +343,10 @@ def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
         str(found["vary"]["tasks"]),
         rate("before"),
         rate("after"),
-        ", ".join(f"{version} {outcome}" for version, outcome, _ in refused) or "none",
+        "; ".join(f"{', '.join(versions)} {outcome}" for outcome, versions in refused.items()) or "none",
         rate("final"),
         str(sum(found[phase]["against"] for phase in ("before", "after", "final"))),
-        ", ".join(found["relapse"]["alarms"]) or "none",
+        ", ".join(f"{alarm} x{count}" for alarm, count in alarms.items()) or "none",
         ", ".join(missed(found)) or "none",
     ]
 
